@@ -1,0 +1,39 @@
+"""A chunk cache for retrieval-augmented generation on Hugging Face transformers."""
+
+from __future__ import annotations
+
+from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig, StoreConfig
+from cachecraft_rag.engine import CacheCraftEngine
+from cachecraft_rag.errors import (
+    CacheCraftError,
+    CorruptEntryError,
+    PromptTooLongError,
+    StoreError,
+    StoreUnavailableError,
+    UnsupportedModelError,
+)
+from cachecraft_rag.prompt import RagPrompt
+from cachecraft_rag.registry import ChunkRegistry
+from cachecraft_rag.result import AnswerStream, GenerationResult
+from cachecraft_rag.stats import RequestStats
+from cachecraft_rag.verify import VerifyReport
+
+__all__ = [
+    "AnswerStream",
+    "CacheCraftEngine",
+    "CacheCraftError",
+    "ChunkRegistry",
+    "CorruptEntryError",
+    "EngineConfig",
+    "GenerationResult",
+    "PromptTooLongError",
+    "RagPrompt",
+    "RecomputeConfig",
+    "RequestStats",
+    "SamplingConfig",
+    "StoreConfig",
+    "StoreError",
+    "StoreUnavailableError",
+    "UnsupportedModelError",
+    "VerifyReport",
+]

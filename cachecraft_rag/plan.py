@@ -1,0 +1,127 @@
+"""What happens to every chunk of a prompt, and how many tokens may be recomputed. Integers only, no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Action(Enum):
+    """What happens to a chunk.
+
+    ``REUSE``: its stored KV is moved to its place. ``ENCODE``: not stored, so its KV is computed alone, stored, and
+    then used like stored KV. ``PREFILL``: computed in place, with the prompt around it.
+    """
+
+    REUSE = "reuse"
+    ENCODE = "encode"
+    PREFILL = "prefill"
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """A chunk's token range ``[start, end)`` in the prompt and what happens to it.
+
+    Attributes:
+        start: Position of its first token.
+        end: Position after its last token.
+        action: Where its KV comes from.
+        is_exact: Whether its KV was computed behind the same tokens that precede it here: nothing to recompute.
+    """
+
+    start: int
+    end: int
+    action: Action
+    is_exact: bool
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """Every token of a prompt belongs to one chunk or is free; free tokens are always computed.
+
+    Attributes:
+        num_tokens: Length of the prompt.
+        chunks: The chunks in order.
+        ratio: Share of the approximate chunk tokens to recompute.
+    """
+
+    num_tokens: int
+    chunks: tuple[PlannedChunk, ...]
+    ratio: float
+
+    @property
+    def approximate(self) -> tuple[PlannedChunk, ...]:
+        """Chunks whose KV was computed behind something else, so that some tokens should be recomputed."""
+        return tuple(c for c in self.chunks if c.action is not Action.PREFILL and not c.is_exact)
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of tokens of the approximate chunks, without the prompt's last token."""
+        return sum(min(chunk.end, self.num_tokens - 1) - chunk.start for chunk in self.approximate)
+
+    @property
+    def budget(self) -> int:
+        """Number of tokens to recompute."""
+        return min(self.num_candidates, math.ceil(self.ratio * self.num_candidates))
+
+    @property
+    def is_full_prefill(self) -> bool:
+        """Whether no stored KV is used at all."""
+        return all(chunk.action is Action.PREFILL for chunk in self.chunks)
+
+    @property
+    def leading_exact(self) -> int:
+        """Number of leading tokens whose KV does not depend on any approximate KV."""
+        approximate = self.approximate
+        return approximate[0].start if approximate else self.num_tokens
+
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """Token ranges that are computed in any case: text between chunks, and chunks to prefill.
+
+        The last token is always among them: its logits give the first token of the answer.
+        """
+        ranges: list[tuple[int, int]] = []
+        cursor = 0
+        for chunk in self.chunks:
+            if chunk.action is Action.PREFILL:
+                continue
+            ranges.append((cursor, chunk.start))
+            cursor = chunk.end
+        ranges.append((min(cursor, self.num_tokens - 1), self.num_tokens))
+        return [(start, end) for start, end in ranges if start < end]
+
+    def question_range(self) -> tuple[int, int]:
+        """The tokens after the last chunk, which stand for the question when tokens are chosen."""
+        last = max((chunk.end for chunk in self.chunks), default=0)
+        return min(last, self.num_tokens - 1), self.num_tokens
+
+    def describe(self) -> str:
+        """One line per chunk, for people."""
+        lines = [f"{c.start:>7}-{c.end:<7} {c.action.value}{' (exact)' if c.is_exact else ''}" for c in self.chunks]
+        return "\n".join([f"prompt of {self.num_tokens} tokens, {self.budget} to recompute", *lines])
+
+
+def make_plan(
+    num_tokens: int,
+    spans: Sequence[tuple[int, int]],
+    stored: Sequence[bool],
+    exact: Sequence[bool],
+    ratio: float,
+) -> RequestPlan:
+    """Decide what happens to every chunk.
+
+    Args:
+        num_tokens: Length of the prompt.
+        spans: Token range of every chunk, in order.
+        stored: Whether the chunk's KV is stored.
+        exact: Whether the KV that is stored, or would be computed for it alone, stands behind the same tokens as here.
+        ratio: Share of the approximate chunk tokens to recompute. At 1.0 a missing chunk is computed in place: its KV
+            alone would only be thrown away.
+    """
+    chunks = []
+    for (start, end), is_stored, is_exact in zip(spans, stored, exact, strict=True):
+        action = Action.REUSE if is_stored else Action.ENCODE if ratio < 1.0 or is_exact else Action.PREFILL
+        chunks.append(PlannedChunk(start, end, action, is_exact))
+    return RequestPlan(num_tokens, tuple(chunks), ratio)

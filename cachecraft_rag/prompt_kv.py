@@ -1,0 +1,51 @@
+"""The keys and values of one whole prompt, allocated once for prompt and answer."""
+
+from __future__ import annotations
+
+import torch
+
+
+class PromptKV:
+    """One buffer per request: chunks are placed into it, computed rows are scattered into it, decode appends to it.
+
+    Attributes:
+        keys: ``[num_layers, 1, num_kv_heads, capacity, head_dim]``, model dtype; unwritten positions are zero.
+        values: The same for values (their head_dim may differ).
+        length: Number of leading positions that hold the KV of tokens.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, 1, num_kv_heads, capacity)
+        self.keys = torch.zeros(*shape, key_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, value_dim, dtype=dtype, device=device)
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        """Largest number of positions."""
+        return self.keys.shape[3]
+
+    def place(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy the KV of a run of tokens to positions ``start...``.
+
+        Args:
+            start: Position of the first token.
+            keys: ``[num_layers, num_kv_heads, num_tokens, head_dim]``, already rotated for these positions.
+            values: The same shape.
+        """
+        end = start + keys.shape[2]
+        self.keys[:, 0, :, start:end].copy_(keys, non_blocking=True)
+        self.values[:, 0, :, start:end].copy_(values, non_blocking=True)
+
+    def slice(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the keys and values at positions ``[start, end)``, each ``[num_layers, num_kv_heads, n, dim]``."""
+        return self.keys[:, 0, :, start:end].clone(), self.values[:, 0, :, start:end].clone()

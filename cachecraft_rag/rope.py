@@ -1,0 +1,105 @@
+"""All RoPE arithmetic: moving keys that are already rotated to another position.
+
+A key rotated at position a is moved to b by rotating it once more by b - a (RoFormer, arXiv 2104.09864: rotations
+add up). Attention scaling (YaRN, longrope) is not applied again: the stored keys carry it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryLayout:
+    """How one layer rotates its keys.
+
+    Attributes:
+        inv_freq: The model's own inverse frequencies, ``[rotary_dim / 2]`` float32.
+        interleaved: Whether dimension pairs are neighbours (GLM, Cohere) or half a rotary dimension apart (Llama).
+    """
+
+    inv_freq: torch.Tensor
+    interleaved: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of leading key dimensions that are rotated; the others are left alone."""
+        return 2 * self.inv_freq.numel()
+
+
+def rerotate_keys(keys: torch.Tensor, delta: int, layout: RotaryLayout) -> torch.Tensor:
+    """Move rotated keys by ``delta`` positions.
+
+    Args:
+        keys: ``[..., num_tokens, head_dim]``, any float dtype; not modified.
+        delta: New position minus old position, in tokens; the same for all rows.
+        layout: The rotation of the layer the keys belong to.
+
+    Returns:
+        Keys of the same shape and dtype; the angles and the rotation are computed in float32.
+    """
+    if delta == 0:
+        return keys
+    angle = delta * layout.inv_freq.to(device=keys.device, dtype=torch.float32)
+    cos, sin = angle.cos(), angle.sin()
+    rotated = torch.empty_like(keys)
+    width = layout.rotary_dim
+    if layout.interleaved:
+        pairs = keys[..., :width].float().unflatten(-1, (width // 2, 2))
+        first, second = pairs.unbind(-1)
+        rotated[..., :width] = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+    else:
+        half = width // 2
+        first, second = keys[..., :half].float(), keys[..., half:width].float()
+        rotated[..., :half] = first * cos - second * sin
+        rotated[..., half:width] = second * cos + first * sin
+    if width < keys.shape[-1]:
+        rotated[..., width:] = keys[..., width:]
+    return rotated
+
+
+@dataclass(frozen=True, eq=False)
+class RopeSpec:
+    """The rotation of every layer of a model; ``None`` marks a layer without positions in its keys.
+
+    Attributes:
+        layers: One entry per layer. Layers that rotate alike share one ``RotaryLayout`` object.
+    """
+
+    layers: tuple[RotaryLayout | None, ...]
+
+    def rerotate(self, keys: torch.Tensor, delta: int) -> torch.Tensor:
+        """Move the keys of all layers.
+
+        Args:
+            keys: ``[num_layers, num_kv_heads, num_tokens, head_dim]``; not modified.
+            delta: New position minus old position, in tokens.
+
+        Returns:
+            The same shape and dtype; ``keys`` itself when there is nothing to do.
+        """
+        groups = self._groups()
+        if delta == 0 or all(layout is None for layout, _ in groups):
+            return keys
+        if len(groups) == 1 and groups[0][0] is not None:
+            return rerotate_keys(keys, delta, groups[0][0])
+        moved = keys.clone()
+        for layout, layer_indices in groups:
+            if layout is not None:
+                index = torch.tensor(layer_indices, device=keys.device)
+                moved[index] = rerotate_keys(keys[index], delta, layout)
+        return moved
+
+    def _groups(self) -> Sequence[tuple[RotaryLayout | None, list[int]]]:
+        groups: list[tuple[RotaryLayout | None, list[int]]] = []
+        for layer_idx, layout in enumerate(self.layers):
+            for known, members in groups:
+                if known is layout:
+                    members.append(layer_idx)
+                    break
+            else:
+                groups.append((layout, [layer_idx]))
+        return groups

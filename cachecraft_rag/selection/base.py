@@ -1,0 +1,71 @@
+"""The interface of selection policies, and what a policy may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class SelectionContext:
+    """Everything a policy may know about a request.
+
+    The two passes run the model when they are called, and are charged to the request; each runs at most once.
+
+    Attributes:
+        positions: Prompt positions of the tokens that may be recomputed, ``[num_candidates]`` int64, increasing.
+        chunk_index: Number of the chunk of every candidate, ``[num_candidates]`` int64, increasing.
+        offset_in_chunk: Place of every candidate in its chunk, ``[num_candidates]`` int64.
+        sensitivity: Stored sensitivity of every candidate, ``[num_layers, num_candidates]`` float32; 1 where a chunk's
+            has not been measured yet.
+        budget: Number of tokens to select.
+        seed: Seed of random choices.
+        question_attention: Pass of the free tokens; attention of the question to every candidate,
+            ``[num_layers, num_candidates]`` float32.
+        key_deviation: Pass of all tokens through the first layer; squared change of every candidate's keys in layer 1,
+            ``[num_candidates]`` float32.
+    """
+
+    positions: torch.Tensor
+    chunk_index: torch.Tensor
+    offset_in_chunk: torch.Tensor
+    sensitivity: torch.Tensor
+    budget: int
+    seed: int
+    question_attention: Callable[[], torch.Tensor]
+    key_deviation: Callable[[], torch.Tensor]
+
+
+class SelectionPolicy(Protocol):
+    """Chooses the tokens to recompute.
+
+    Attributes:
+        name: Its name in ``RecomputeConfig.policy``.
+        needs_sensitivity: Whether chunks must carry their stored sensitivity.
+    """
+
+    name: str
+    needs_sensitivity: bool
+
+    def select(self, context: SelectionContext) -> torch.Tensor:
+        """Indices of the chosen candidates, ``[num_selected]`` int64, increasing."""
+        ...
+
+
+def top_candidates(scores: torch.Tensor, budget: int) -> torch.Tensor:
+    """Indices of the ``budget`` highest scores, increasing; equal scores are taken from the front.
+
+    Args:
+        scores: ``[num_candidates]`` float32.
+        budget: How many.
+    """
+    order = torch.sort(scores.cpu(), descending=True, stable=True).indices
+    return order[:budget].sort().values
+
+
+def per_layer_share(attention: torch.Tensor) -> torch.Tensor:
+    """Attention ``[num_layers, num_candidates]`` scaled to sum to 1 in every layer, so that all layers count alike."""
+    return attention / attention.sum(dim=1, keepdim=True).clamp(min=1e-12)

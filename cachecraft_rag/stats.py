@@ -1,0 +1,66 @@
+"""What a request did and cost, returned with every answer."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RequestStats(BaseModel):
+    """Figures of one request. Times are wall-clock seconds, sizes are bytes, counts are tokens unless named otherwise.
+
+    ``prompt_tokens`` is the sum of ``reused_tokens``, ``recomputed_tokens`` and ``prefilled_tokens``.
+
+    Attributes:
+        prompt_tokens: Length of the prompt.
+        reused_tokens: Prompt tokens whose stored KV was used as it is.
+        recomputed_tokens: Prompt tokens of stored chunks that were computed again in their new context.
+        prefilled_tokens: Prompt tokens computed because nothing was stored for them.
+        charged_ratio: Token-layers computed before the first token (selection passes included) over those of a full
+            prefill.
+        chunk_hits: Chunks of the prompt that were found in the store.
+        chunk_misses: Chunks of the prompt that were not.
+        hits_by_tier: Chunks found, by the name of the tier that held them.
+        bytes_loaded: Bytes of KV taken from the store.
+        load_s: Time to look up, move and place stored KV.
+        encode_s: Time to compute the KV of chunks that were not stored, before the first token.
+        select_s: Time to choose the tokens to recompute, selection passes included.
+        prefill_s: Time of the forward pass that computes the selected and the new tokens.
+        ttft_s: Time from the call to the first token: everything above and the tokenisation.
+        decode_s: Time from the first token to the last.
+        store_s: Time spent after the last token on storing and measuring new chunks.
+        output_tokens: Length of the answer.
+        policy: The selection policy that ran.
+        ratio: The recompute ratio that was asked for.
+        fallback_reason: Why the whole prompt was prefilled; ``None`` when reuse was possible.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    prompt_tokens: int
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    prefilled_tokens: int = 0
+    charged_ratio: float = 1.0
+    chunk_hits: int = 0
+    chunk_misses: int = 0
+    hits_by_tier: dict[str, int] = Field(default_factory=dict)
+    bytes_loaded: int = 0
+    load_s: float = 0.0
+    encode_s: float = 0.0
+    select_s: float = 0.0
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    store_s: float = 0.0
+    output_tokens: int = 0
+    policy: str = "none"
+    ratio: float = 0.0
+    fallback_reason: str | None = None
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><td>{name}</td><td>{_shown(value)}</td></tr>" for name, value in self)
+        return f"<table><thead><tr><th>RequestStats</th><th></th></tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
