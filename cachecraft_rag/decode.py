@@ -76,8 +76,6 @@ class PlainDecoder:
 
     def _run(self, token_ids: list[int]) -> torch.Tensor:
         arguments: dict[str, Any] = {"use_cache": True, **self._cache}
-        if "attention_mask" in self._parameters:
-            arguments["attention_mask"] = torch.ones(1, len(self._ids), dtype=torch.long, device=self._device)
         if "cache_position" in self._parameters and self._cache:
             # transformers 4 can't tell the position of a recurrent state by itself
             arguments["cache_position"] = torch.tensor([len(self._ids) - 1], device=self._device)
@@ -88,3 +86,12 @@ class PlainDecoder:
                 break
         logits: torch.Tensor = output.logits[0, -1].float()
         return logits
+
+
+def end_of_sequence_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Ids that end an answer, as the generation settings, the model and the tokenizer name them."""
+    ids: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        ids.update(found if isinstance(found, list | tuple) else [found] if found is not None else [])
+    return frozenset(ids)

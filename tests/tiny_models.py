@@ -53,7 +53,6 @@ REUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
     "granite": ("GraniteConfig", {"attention_multiplier": 0.3, "logits_scaling": 2.0}),
     "glm": ("GlmConfig", {"head_dim": 16, "partial_rotary_factor": 0.5}),
-    "stablelm": ("StableLmConfig", {"partial_rotary_factor": 0.25}),
     "gpt-neox": ("GPTNeoXConfig", {"rotary_pct": 0.25, "partial_rotary_factor": 0.25}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3-moe": (

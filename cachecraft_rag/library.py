@@ -1,0 +1,183 @@
+"""The chunks of one model and namespace: their texts, their stored KV, and how it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.config import EngineConfig
+from cachecraft_rag.encoder import ChunkEncoder
+from cachecraft_rag.keys import ChunkKey, KeyMaker, context_hash, tokenizer_fingerprint
+from cachecraft_rag.model_adapter import ModelAdapter
+from cachecraft_rag.model_state import ModelState
+from cachecraft_rag.plan import Action, RequestPlan
+from cachecraft_rag.prompt import EncodedPrompt, PromptEncoder
+from cachecraft_rag.prompt_kv import PromptKV
+from cachecraft_rag.registry import ChunkRegistry
+from cachecraft_rag.store import ChunkStore
+
+_NEUTRAL_PASSAGE = "The following passages were collected from several sources. " * 6
+_HOST = torch.device("cpu")
+
+
+@dataclass(eq=False)
+class RequestChunk:
+    """A chunk of a request.
+
+    Attributes:
+        token_ids: Its ids.
+        exact_key: Key of its KV behind exactly the tokens that precede it in this request.
+        key: Key of the entry that is used: the exact one, or the one behind the canonical prefix.
+        chunk_kv: The KV that is used; ``None`` until it is loaded or computed.
+    """
+
+    token_ids: tuple[int, ...]
+    exact_key: ChunkKey
+    key: ChunkKey
+    chunk_kv: ChunkKV | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the KV that is used stands behind the same tokens as here."""
+        return self.key == self.exact_key
+
+
+class ChunkLibrary:
+    """Finds, computes, keeps and forgets chunks.
+
+    Args:
+        adapter: The model.
+        state: Tells what the model is now.
+        prompts: The tokenizer.
+        config: Namespace, canonical prefix, sizes.
+        store: Where KV is kept.
+
+    Attributes:
+        registry: Chunk texts that are looked for in prompts.
+        store: As given.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        state: ModelState,
+        prompts: PromptEncoder,
+        config: EngineConfig,
+        store: ChunkStore,
+    ) -> None:
+        self.registry = ChunkRegistry(config.max_chunks)
+        self.store = store
+        self._adapter, self._state, self._prompts, self._config = adapter, state, prompts, config
+        self._tokenizer_fingerprint = tokenizer_fingerprint(prompts.tokenizer)
+        self._encoders: dict[str, ChunkEncoder] = {}
+
+    @property
+    def namespace(self) -> str:
+        """Whose chunks these are."""
+        return self._config.namespace
+
+    def register(self, texts: Iterable[str]) -> int:
+        """Look for these texts in later prompts; returns how many are new."""
+        return self.registry.register(texts, self.namespace)
+
+    def warm(self, texts: Sequence[str], show_progress: bool) -> int:
+        """Compute and store what is not stored yet, sensitivity included; returns how many chunks were computed."""
+        keys, encoder = self._keys(), self._encoder()
+        computed = 0
+        for text in tqdm(texts, desc="chunks", unit="chunk", disable=not show_progress):
+            token_ids = self._prompts.encode_chunk(text.strip())
+            key = keys.key(token_ids, encoder.context)
+            if token_ids and not self.store.contains(key):
+                computed += self._keep(key, encoder.encode(token_ids, with_sensitivity=True))
+        return computed
+
+    def invalidate(self, texts: Sequence[str] | None) -> int:
+        """Forget texts (all for ``None``) and drop their KV, whatever it was computed behind; returns how many."""
+        if texts is None:
+            self.registry.clear(self.namespace)
+            return self.store.clear(self.namespace)
+        self.registry.forget(texts, self.namespace)
+        chunks = [self._keys().chunk(self._prompts.encode_chunk(text.strip())) for text in texts]
+        return sum(self.store.remove(key) for chunk in chunks for key in self.store.variants(chunk))
+
+    def look_up(self, encoded: EncodedPrompt) -> list[RequestChunk]:
+        """Find the stored KV of every chunk of a prompt, exact before canonical.
+
+        An entry whose token ids differ (a hash collision) is removed and counts as missing.
+        """
+        keys, canonical = self._keys(), self._encoder().context
+        token_ids = np.asarray(encoded.token_ids, dtype=np.int32)
+        chunks = []
+        for span in encoded.spans:
+            ids = encoded.token_ids[span.start : span.end]
+            exact_key = keys.key(ids, context_hash(token_ids[: span.start]))
+            canonical_key = ChunkKey(exact_key.namespace, exact_key.chunk, canonical)
+            chunk = RequestChunk(ids, exact_key, canonical_key)
+            for key in dict.fromkeys((exact_key, canonical_key)):
+                chunk_kv = self.store.get(key)
+                if chunk_kv is not None and chunk_kv.matches(ids):
+                    chunk.key, chunk.chunk_kv = key, chunk_kv
+                    break
+                if chunk_kv is not None:
+                    self.store.remove(key)
+            chunks.append(chunk)
+        return chunks
+
+    def encode_missing(self, plan: RequestPlan, chunks: Sequence[RequestChunk], with_sensitivity: bool) -> int:
+        """Compute and store the chunks that the plan wants encoded; one that occurs twice is computed once.
+
+        Returns:
+            Tokens computed, passes for the sensitivity included.
+        """
+        fresh: dict[ChunkKey, ChunkKV] = {}
+        num_tokens = 0
+        for planned, chunk in zip(plan.chunks, chunks, strict=True):
+            if planned.action is not Action.ENCODE:
+                continue
+            if chunk.key not in fresh:
+                fresh[chunk.key] = self._encoder().encode(chunk.token_ids, with_sensitivity)
+                self._keep(chunk.key, fresh[chunk.key])
+                num_tokens += len(chunk.token_ids) * (2 if with_sensitivity else 1)
+            chunk.chunk_kv = fresh[chunk.key]
+        return num_tokens
+
+    def keep_exact(self, plan: RequestPlan, chunks: Sequence[RequestChunk], kv: PromptKV) -> None:
+        """Store the KV of chunks that a request computed exactly in place: the same beginning reuses it as it is."""
+        for planned, chunk in zip(plan.chunks, chunks, strict=True):
+            if not planned.is_exact:
+                keys, values = kv.slice(planned.start, planned.end)
+                self._keep(chunk.exact_key, ChunkKV(keys, values, chunk.token_ids, planned.start))
+
+    def measure_new(self, chunks: Sequence[RequestChunk]) -> None:
+        """Measure the sensitivity of chunks that are stored without it."""
+        for chunk in chunks:
+            stored = None if chunk.is_exact else self.store.get(chunk.key)
+            if stored is not None and stored.sensitivity is None and stored.matches(chunk.token_ids):
+                self._keep(chunk.key, self._encoder().measure(stored))
+
+    def close(self) -> None:
+        """Release the stored KV."""
+        self._encoders.clear()
+        self.store.close()
+
+    def _keep(self, key: ChunkKey, chunk_kv: ChunkKV) -> bool:
+        return self.store.put(key, chunk_kv.to(_HOST))
+
+    def _keys(self) -> KeyMaker:
+        return KeyMaker(self._state.fingerprint(), self._tokenizer_fingerprint, self.namespace)
+
+    def _encoder(self) -> ChunkEncoder:
+        """The encoder for the model as it is now: the prefix's own KV is only right for these weights."""
+        fingerprint = self._state.fingerprint()
+        if fingerprint not in self._encoders:
+            settings = self._config.encode
+            instruction = settings.instruction if settings.behind == "prefix" else ""
+            prefix = () if settings.behind == "none" else self._prompts.head_ids(instruction)
+            neutral = self._prompts.head_ids(_NEUTRAL_PASSAGE)
+            self._encoders = {fingerprint: ChunkEncoder(self._adapter, prefix, neutral)}
+        return self._encoders[fingerprint]

@@ -1,0 +1,110 @@
+"""The forward passes that the engine is built on, and that nothing of transformers is left changed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from cachecraft_rag.model_adapter import ATTENTION_NAME, ModelAdapter
+from tests.tiny_models import REUSED, make
+
+NUM_TOKENS = 60
+IDS = torch.randint(3, 500, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+HERE = torch.arange(NUM_TOKENS)
+
+
+def plain_logits(adapter: ModelAdapter) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = adapter.model(input_ids=IDS[None]).logits[0, -1].float()
+    return logits
+
+
+@pytest.mark.parametrize("name", sorted(REUSED))
+def test_plain_forward_into_the_buffer_equals_the_model(name: str) -> None:
+    adapter = ModelAdapter(make(name))
+    kv = adapter.new_kv(NUM_TOKENS + 5)
+    assert torch.allclose(adapter.forward_plain(IDS, kv), plain_logits(adapter), atol=1e-5)
+    assert kv.length == NUM_TOKENS
+    assert not kv.keys[:, :, :, NUM_TOKENS:].any()
+
+
+@pytest.mark.parametrize("name", sorted(REUSED))
+def test_rows_computed_in_several_passes_equal_one_pass(name: str) -> None:
+    adapter = ModelAdapter(make(name))
+    kv = adapter.new_kv(NUM_TOKENS)
+    for start, end in ((0, 7), (7, 8), (8, 31), (31, NUM_TOKENS)):
+        logits = adapter.forward_rows(IDS[start:end], HERE[start:end], kv)
+    assert torch.allclose(logits, plain_logits(adapter), atol=1e-4)
+
+
+def test_scattered_rows_replace_what_was_in_the_buffer() -> None:
+    adapter = ModelAdapter(make("llama"))
+    kv = adapter.new_kv(NUM_TOKENS)
+    reference = adapter.forward_plain(IDS, kv)
+    wrong = torch.tensor([3, 4, 20, 41, NUM_TOKENS - 1])
+    kv.keys[:, :, :, wrong] = 9.0
+    kv.values[:, :, :, wrong] = 9.0
+    assert torch.allclose(adapter.forward_rows(IDS[wrong], wrong, kv), reference, atol=1e-4)
+
+
+def test_recorded_attention_equals_the_models_own() -> None:
+    model = make("llama")
+    model.set_attn_implementation("eager")
+    adapter = ModelAdapter(model)
+    with torch.inference_mode():
+        attentions = model(input_ids=IDS[None], output_attentions=True).attentions
+    expected = torch.stack([layer[0, :, 40:].sum(dim=(0, 1)) for layer in attentions])
+    found = adapter.forward_rows_recording(IDS, HERE, adapter.new_kv(NUM_TOKENS), record_from=40)
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_capture_ends_the_forward_pass_at_the_layer_asked_for() -> None:
+    model = make("llama")
+    adapter = ModelAdapter(model)
+    adapter.new_kv(1)
+    reached: list[int] = []
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_hook(lambda *_, index=index: reached.append(index))
+    first, second = adapter.capture(IDS, HERE, 2)
+    assert reached == [0]
+    kv = adapter.new_kv(NUM_TOKENS)
+    adapter.forward_plain(IDS, kv)
+    assert torch.allclose(first[0], kv.keys[0], atol=1e-5)
+    assert torch.allclose(second[0], kv.keys[1], atol=1e-5)
+
+
+def test_the_attention_setting_is_restored_even_after_an_error() -> None:
+    model = make("llama")
+    adapter = ModelAdapter(model)
+    kv = adapter.new_kv(4)
+    with pytest.raises(IndexError):
+        adapter.forward_rows(torch.tensor([10**6]), torch.tensor([0]), kv)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.isfinite(adapter.forward_rows(IDS[:4], HERE[:4], kv)).all()
+
+
+def test_calling_the_model_elsewhere_during_a_pass_is_an_error_and_not_a_wrong_answer() -> None:
+    model = make("llama")
+    model.config._attn_implementation = ATTENTION_NAME
+    with pytest.raises(RuntimeError, match="another thread"):
+        model(input_ids=IDS[None])
+
+
+def test_passes_of_two_threads_do_not_mix() -> None:
+    adapter = ModelAdapter(make("llama"))
+    expected = [adapter.forward_plain(IDS[:n], adapter.new_kv(n)) for n in (20, 60)]
+    found: dict[int, list[torch.Tensor]] = {20: [], 60: []}
+
+    def run(n: int) -> None:
+        for _ in range(10):
+            found[n].append(adapter.forward_rows(IDS[:n], HERE[:n], adapter.new_kv(n)))
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in (20, 60)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for n, reference in zip((20, 60), expected, strict=True):
+        assert all(torch.allclose(logits, reference, atol=1e-4) for logits in found[n])
