@@ -100,12 +100,28 @@ class CacheCraftEngine:
         return self.prompts.tokenizer
 
     @property
+    def fingerprint(self) -> str:
+        """Identity of the model as it is now (weights, configuration, adapters), 32 hexadecimal digits."""
+        return self._state.fingerprint()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine was closed."""
+        return self._is_closed
+
+    @property
     def store(self) -> ChunkStore:
         """Where chunk KV is kept."""
         return self.library.store
 
     def generate(
-        self, prompt: RagPrompt, *, reuse: bool = True, recompute: RecomputeConfig | None = None, **sampling: Any
+        self,
+        prompt: RagPrompt,
+        *,
+        reuse: bool = True,
+        recompute: RecomputeConfig | None = None,
+        namespace: str | None = None,
+        **sampling: Any,
     ) -> GenerationResult:
         """Answer a prompt.
 
@@ -113,6 +129,7 @@ class CacheCraftEngine:
             prompt: The prompt.
             reuse: ``False`` prefills the same ids in the ordinary way: the reference.
             recompute: Policy and ratio for this request; ``None`` takes the engine's.
+            namespace: Whose chunks are reused and stored; ``None`` takes the engine's.
             **sampling: Fields of ``SamplingConfig``: max_new_tokens, temperature, top_p, top_k, repetition_penalty,
                 seed, stop.
 
@@ -120,13 +137,19 @@ class CacheCraftEngine:
             PromptTooLongError: The prompt fills the context window.
             ValueError: A sampling field has a value that is not allowed.
         """
-        stream = self.stream(prompt, reuse=reuse, recompute=recompute, **sampling)
+        stream = self.stream(prompt, reuse=reuse, recompute=recompute, namespace=namespace, **sampling)
         for _ in stream:
             continue
         return stream.result
 
     def stream(
-        self, prompt: RagPrompt, *, reuse: bool = True, recompute: RecomputeConfig | None = None, **sampling: Any
+        self,
+        prompt: RagPrompt,
+        *,
+        reuse: bool = True,
+        recompute: RecomputeConfig | None = None,
+        namespace: str | None = None,
+        **sampling: Any,
     ) -> AnswerStream:
         """Answer a prompt piece by piece; arguments and errors as in ``generate``.
 
@@ -138,8 +161,9 @@ class CacheCraftEngine:
         if isinstance(sampling.get("stop"), str):
             sampling["stop"] = (sampling["stop"],)
         settings = SamplingConfig(**{"max_new_tokens": self.config.max_new_tokens, **_given(sampling)})
-        self.library.register(prompt.chunks)
-        encoded = self.prompts.encode(prompt, self.library.registry, self.library.namespace)
+        namespace = self._namespace(namespace)
+        self.library.register(prompt.chunks, namespace)
+        encoded = self.prompts.encode(prompt, self.library.registry, namespace)
         num_tokens = len(encoded.token_ids)
         if num_tokens == 0:
             raise ValueError("prompt: '' renders to no tokens; give a question, a chunk or a message")
@@ -148,45 +172,48 @@ class CacheCraftEngine:
                 raise PromptTooLongError(num_tokens, self.context_window)
             room = min(settings.max_new_tokens, self.context_window - num_tokens)
             settings = settings.model_copy(update={"max_new_tokens": room})
-        request = Request(encoded, settings, recompute or self.config.recompute, started)
+        request = Request(encoded, settings, recompute or self.config.recompute, namespace, started)
         return AnswerStream(self._answer(request, reuse))
 
     def generate_batch(self, prompts: Sequence[RagPrompt], **options: Any) -> list[GenerationResult]:
         """Answer several prompts, one after another; results in the same order. Options as in ``generate``."""
         return [self.generate(prompt, **options) for prompt in prompts]
 
-    def warm(self, texts: Iterable[str], show_progress: bool = False) -> int:
+    def warm(self, texts: Iterable[str], show_progress: bool = False, namespace: str | None = None) -> int:
         """Compute and store the KV of chunks ahead of time, and look for their texts in later prompts.
 
         Args:
             texts: Chunk texts.
             show_progress: Whether to show a progress bar.
+            namespace: Whose chunks these are; ``None`` takes the engine's.
 
         Returns:
             How many chunks were computed; those already stored are left alone.
         """
         texts = list(texts)
-        self.library.register(texts)
+        namespace = self._namespace(namespace)
+        self.library.register(texts, namespace)
         reason = self._reason(0)
         if reason is not None:
             self._warn(reason)
             return 0
-        return self.library.warm(texts, show_progress)
+        return self.library.warm(texts, namespace, show_progress)
 
-    def register(self, texts: Iterable[str]) -> int:
-        """Look for these chunk texts in later prompts; returns how many are new."""
-        return self.library.register(texts)
+    def register(self, texts: Iterable[str], namespace: str | None = None) -> int:
+        """Look for these chunk texts in later prompts of the namespace; returns how many are new."""
+        return self.library.register(texts, self._namespace(namespace))
 
-    def invalidate(self, texts: Iterable[str] | None = None) -> int:
+    def invalidate(self, texts: Iterable[str] | None = None, namespace: str | None = None) -> int:
         """Forget chunks and drop their KV, computed behind whatever.
 
         Args:
-            texts: Chunk texts; ``None`` means everything in this engine's namespace.
+            texts: Chunk texts; ``None`` means everything in the namespace.
+            namespace: Whose chunks; ``None`` takes the engine's.
 
         Returns:
             How many stored entries were dropped.
         """
-        return self.library.invalidate(None if texts is None else list(texts))
+        return self.library.invalidate(None if texts is None else list(texts), self._namespace(namespace))
 
     def verify(self) -> VerifyReport:
         """Measure the identities that reuse rests on.
@@ -252,7 +279,7 @@ class CacheCraftEngine:
         policy = POLICIES[request.recompute.policy]
         ratio = {"none": 0.0, "all": 1.0}.get(policy.name, request.recompute.ratio)
         with request.timed("load_s"):
-            request.chunks = self.library.look_up(request.encoded)
+            request.chunks = self.library.look_up(request.encoded, request.namespace)
             request.count_lookups(self.store.name)
         spans = [(span.start, span.end) for span in request.encoded.spans]
         stored = [chunk.chunk_kv is not None for chunk in request.chunks]
@@ -260,7 +287,7 @@ class CacheCraftEngine:
         plan = request.plan = make_plan(request.num_tokens, spans, stored, exact, ratio)
         with request.timed("encode_s"):
             measure = policy.needs_sensitivity and self.config.encode.sensitivity == "inline"
-            encoded_tokens = self.library.encode_missing(plan, request.chunks, with_sensitivity=measure)
+            num_encoded, num_stored = self.library.encode_missing(plan, request.chunks, with_sensitivity=measure)
         chunk_kvs = [chunk.chunk_kv for chunk in request.chunks]
         assert self._capability.rope is not None
         with request.timed("load_s"):
@@ -272,12 +299,13 @@ class CacheCraftEngine:
         )
         request.logits, request.next_logits = prefill.logits, buffer_decoder(self._adapter, request.kv)
         request.count_tokens(prefill.selected)
-        token_layers = prefill.token_layers + encoded_tokens * self._adapter.num_layers
+        token_layers = prefill.token_layers + num_encoded * self._adapter.num_layers
         request.figures |= {
             "charged_ratio": token_layers / (request.num_tokens * self._adapter.num_layers),
             "select_s": prefill.select_s,
             "prefill_s": prefill.prefill_s,
             "policy": policy.name,
+            "stored_tokens": num_stored,
         }
 
     def _full_prefill(self, request: Request, reason: str) -> None:
@@ -299,9 +327,14 @@ class CacheCraftEngine:
         if plan is None or kv is None:
             return
         if plan.ratio >= 1.0:
-            self.library.keep_exact(plan, request.chunks, kv)
+            request.figures["stored_tokens"] += self.library.keep_exact(plan, request.chunks, kv)
         elif plan.budget > 0 and POLICIES[request.recompute.policy].needs_sensitivity:
             self.library.measure_new(request.chunks)
+
+    def _namespace(self, namespace: str | None) -> str:
+        if namespace == "":
+            raise ValueError("namespace: '' is empty; give a name, or None for the engine's own")
+        return self.config.namespace if namespace is None else namespace
 
     def _reason(self, num_tokens: int) -> str | None:
         return self._capability.reason_for(num_tokens) or self._state.intervention()

@@ -76,18 +76,13 @@ class ChunkLibrary:
         self._tokenizer_fingerprint = tokenizer_fingerprint(prompts.tokenizer)
         self._encoders: dict[str, ChunkEncoder] = {}
 
-    @property
-    def namespace(self) -> str:
-        """Whose chunks these are."""
-        return self._config.namespace
+    def register(self, texts: Iterable[str], namespace: str) -> int:
+        """Look for these texts in later prompts of the namespace; returns how many are new."""
+        return self.registry.register(texts, namespace)
 
-    def register(self, texts: Iterable[str]) -> int:
-        """Look for these texts in later prompts; returns how many are new."""
-        return self.registry.register(texts, self.namespace)
-
-    def warm(self, texts: Sequence[str], show_progress: bool) -> int:
+    def warm(self, texts: Sequence[str], namespace: str, show_progress: bool) -> int:
         """Compute and store what is not stored yet, sensitivity included; returns how many chunks were computed."""
-        keys, encoder = self._keys(), self._encoder()
+        keys, encoder = self._keys(namespace), self._encoder()
         computed = 0
         for text in tqdm(texts, desc="chunks", unit="chunk", disable=not show_progress):
             token_ids = self._prompts.encode_chunk(text.strip())
@@ -96,21 +91,22 @@ class ChunkLibrary:
                 computed += self._keep(key, encoder.encode(token_ids, with_sensitivity=True))
         return computed
 
-    def invalidate(self, texts: Sequence[str] | None) -> int:
-        """Forget texts (all for ``None``) and drop their KV, whatever it was computed behind; returns how many."""
+    def invalidate(self, texts: Sequence[str] | None, namespace: str) -> int:
+        """Forget texts of a namespace (all for ``None``) and drop their KV, computed behind whatever; returns how many."""
         if texts is None:
-            self.registry.clear(self.namespace)
-            return self.store.clear(self.namespace)
-        self.registry.forget(texts, self.namespace)
-        chunks = [self._keys().chunk(self._prompts.encode_chunk(text.strip())) for text in texts]
+            self.registry.clear(namespace)
+            return self.store.clear(namespace)
+        self.registry.forget(texts, namespace)
+        keys = self._keys(namespace)
+        chunks = [keys.chunk(self._prompts.encode_chunk(text.strip())) for text in texts]
         return sum(self.store.remove(key) for chunk in chunks for key in self.store.variants(chunk))
 
-    def look_up(self, encoded: EncodedPrompt) -> list[RequestChunk]:
-        """Find the stored KV of every chunk of a prompt, exact before canonical.
+    def look_up(self, encoded: EncodedPrompt, namespace: str) -> list[RequestChunk]:
+        """Find the stored KV of every chunk of a namespace's prompt, exact before canonical.
 
         An entry whose token ids differ (a hash collision) is removed and counts as missing.
         """
-        keys, canonical = self._keys(), self._encoder().context
+        keys, canonical = self._keys(namespace), self._encoder().context
         token_ids = np.asarray(encoded.token_ids, dtype=np.int32)
         chunks = []
         for span in encoded.spans:
@@ -128,30 +124,39 @@ class ChunkLibrary:
             chunks.append(chunk)
         return chunks
 
-    def encode_missing(self, plan: RequestPlan, chunks: Sequence[RequestChunk], with_sensitivity: bool) -> int:
+    def encode_missing(
+        self, plan: RequestPlan, chunks: Sequence[RequestChunk], with_sensitivity: bool
+    ) -> tuple[int, int]:
         """Compute and store the chunks that the plan wants encoded; one that occurs twice is computed once.
 
         Returns:
-            Tokens computed, passes for the sensitivity included.
+            Tokens computed (passes for the sensitivity included), and tokens whose KV was stored.
         """
         fresh: dict[ChunkKey, ChunkKV] = {}
-        num_tokens = 0
+        num_computed = num_stored = 0
         for planned, chunk in zip(plan.chunks, chunks, strict=True):
             if planned.action is not Action.ENCODE:
                 continue
             if chunk.key not in fresh:
                 fresh[chunk.key] = self._encoder().encode(chunk.token_ids, with_sensitivity)
-                self._keep(chunk.key, fresh[chunk.key])
-                num_tokens += len(chunk.token_ids) * (2 if with_sensitivity else 1)
+                num_stored += self._keep(chunk.key, fresh[chunk.key]) * len(chunk.token_ids)
+                num_computed += len(chunk.token_ids) * (2 if with_sensitivity else 1)
             chunk.chunk_kv = fresh[chunk.key]
-        return num_tokens
+        return num_computed, num_stored
 
-    def keep_exact(self, plan: RequestPlan, chunks: Sequence[RequestChunk], kv: PromptKV) -> None:
-        """Store the KV of chunks that a request computed exactly in place: the same beginning reuses it as it is."""
+    def keep_exact(self, plan: RequestPlan, chunks: Sequence[RequestChunk], kv: PromptKV) -> int:
+        """Store the KV of chunks that a request computed exactly in place: the same beginning reuses it as it is.
+
+        Returns:
+            Tokens whose KV was stored.
+        """
+        num_stored = 0
         for planned, chunk in zip(plan.chunks, chunks, strict=True):
             if not planned.is_exact:
                 keys, values = kv.slice(planned.start, planned.end)
-                self._keep(chunk.exact_key, ChunkKV(keys, values, chunk.token_ids, planned.start))
+                exact = ChunkKV(keys, values, chunk.token_ids, planned.start)
+                num_stored += self._keep(chunk.exact_key, exact) * exact.num_tokens
+        return num_stored
 
     def measure_new(self, chunks: Sequence[RequestChunk]) -> None:
         """Measure the sensitivity of chunks that are stored without it."""
@@ -168,8 +173,8 @@ class ChunkLibrary:
     def _keep(self, key: ChunkKey, chunk_kv: ChunkKV) -> bool:
         return self.store.put(key, chunk_kv.to(_HOST))
 
-    def _keys(self) -> KeyMaker:
-        return KeyMaker(self._state.fingerprint(), self._tokenizer_fingerprint, self.namespace)
+    def _keys(self, namespace: str) -> KeyMaker:
+        return KeyMaker(self._state.fingerprint(), self._tokenizer_fingerprint, namespace)
 
     def _encoder(self) -> ChunkEncoder:
         """The encoder for the model as it is now: the prefix's own KV is only right for these weights."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface
@@ -25,6 +26,9 @@ from cachecraft_rag.prompt_kv import PromptKV
 ATTENTION_NAME = "cachecraft"
 
 _active = threading.local()
+# Engines that share a model take turns: the attention name is a setting of the model.
+_locks: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
+_locks_guard = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -185,13 +189,9 @@ class ModelAdapter:
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         # Modules read the attention name from their own config, which may be a part of the model's.
         self._configs = list({id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}.values())
-        self._lock = threading.Lock()
+        with _locks_guard:
+            self._lock = _locks.setdefault(self.model, threading.Lock())
         self._kv_shape: tuple[int, int, int, torch.dtype] | None = None
-
-    @property
-    def base_attention(self) -> str:
-        """``"sdpa"`` or ``"eager"``: what a row's attention must equal. Kernels that only differ in speed use sdpa."""
-        return "eager" if self.config._attn_implementation == "eager" else "sdpa"
 
     def new_kv(self, capacity: int) -> PromptKV:
         """An empty buffer for ``capacity`` tokens of this model."""
@@ -236,9 +236,10 @@ class ModelAdapter:
         is_run = end - start == positions.numel()
         rows = None if is_run else positions.to(kv.keys.device)
         layers: list[Any] = [_BufferLayer(k, v, rows, start, end) for k, v in zip(kv.keys, kv.values, strict=True)]
-        context = _RowAttention(positions, self.windows, self.base_attention, record_from, {})
-        with self._lock, self._own_attention(context):
-            logits = self._call(token_ids, positions, Cache(layers=layers))
+        with self._lock:  # before the model's own attention is read: another thread may have ours set
+            context = _RowAttention(positions, self.windows, self._base_attention(), record_from, {})
+            with self._own_attention(context):
+                logits = self._call(token_ids, positions, Cache(layers=layers))
         if context.calls != self.num_layers:
             raise RuntimeError(f"{context.calls} of {self.num_layers} layers used the registered attention function")
         kv.length = max(kv.length, end)
@@ -295,6 +296,10 @@ class ModelAdapter:
         output = self.model(input_ids=ids, position_ids=position_ids, **arguments)
         logits: torch.Tensor = output.logits[0, -1].float()
         return logits
+
+    def _base_attention(self) -> str:
+        """``"sdpa"`` or ``"eager"``: what a row's attention must equal. Kernels that only differ in speed use sdpa."""
+        return "eager" if self.config._attn_implementation == "eager" else "sdpa"
 
     @contextmanager
     def _own_attention(self, context: _RowAttention) -> Iterator[None]:

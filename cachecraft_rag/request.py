@@ -27,6 +27,7 @@ class Request:
         encoded: The prompt.
         sampling: How the answer is drawn.
         recompute: Policy and ratio.
+        namespace: Whose chunks are reused.
         started: ``time.perf_counter()`` at the call.
         figures: Fields of ``RequestStats`` as they become known.
         chunks: The chunks, when they are reused.
@@ -39,6 +40,7 @@ class Request:
     encoded: EncodedPrompt
     sampling: SamplingConfig
     recompute: RecomputeConfig
+    namespace: str
     started: float
     figures: dict[str, Any] = field(default_factory=dict)
     chunks: list[RequestChunk] = field(default_factory=list)

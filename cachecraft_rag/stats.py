@@ -20,6 +20,7 @@ class RequestStats(BaseModel):
         chunk_hits: Chunks of the prompt that were found in the store.
         chunk_misses: Chunks of the prompt that were not.
         hits_by_tier: Chunks found, by the name of the tier that held them.
+        stored_tokens: Tokens of chunks whose KV this request put into the store.
         bytes_loaded: Bytes of KV taken from the store.
         load_s: Time to look up, move and place stored KV.
         encode_s: Time to compute the KV of chunks that were not stored, before the first token.
@@ -44,6 +45,7 @@ class RequestStats(BaseModel):
     chunk_hits: int = 0
     chunk_misses: int = 0
     hits_by_tier: dict[str, int] = Field(default_factory=dict)
+    stored_tokens: int = 0
     bytes_loaded: int = 0
     load_s: float = 0.0
     encode_s: float = 0.0

@@ -60,9 +60,9 @@ def prefill_logits(
     engine: CacheCraftEngine, prompt: RagPrompt, reuse: bool = True, **recompute: Any
 ) -> tuple[torch.Tensor, Request]:
     """Logits of the prompt's last token, ``[vocab_size]``, and the request that computed them."""
-    encoded = engine.prompts.encode(prompt, engine.library.registry, engine.library.namespace)
+    encoded = engine.prompts.encode(prompt, engine.library.registry)
     settings = RecomputeConfig(**recompute) if recompute else engine.config.recompute
-    request = Request(encoded, SamplingConfig(max_new_tokens=4), settings, started=0.0)
+    request = Request(encoded, SamplingConfig(max_new_tokens=4), settings, engine.config.namespace, started=0.0)
     if reuse:
         engine._reuse(request)
     else:

@@ -87,6 +87,16 @@ class TestFindingChunks:
         assert second.generate(rag_prompt(1, 2)).stats.chunk_hits == 0
         assert first.generate(rag_prompt(2, 1)).stats.chunk_hits == 2
 
+    def test_a_namespace_of_one_request_is_kept_apart(self, make_engine: EngineMaker) -> None:
+        engine = make_engine()
+        engine.generate(rag_prompt(1, 2), namespace="acme")
+        assert engine.generate(rag_prompt(1, 2), namespace="other").stats.chunk_hits == 0
+        assert engine.generate(rag_prompt(1, 2), namespace="acme").stats.chunk_hits == 2
+        assert engine.invalidate(namespace="acme") == 2
+        assert engine.generate(rag_prompt(1, 2), namespace="other").stats.chunk_hits == 2
+        with pytest.raises(ValueError, match="namespace"):
+            engine.generate(rag_prompt(1), namespace="")
+
     def test_changed_weights_find_nothing_and_the_answer_follows_them(self, make_engine: EngineMaker) -> None:
         engine = make_engine(ratio=1.0)
         prompt = rag_prompt(1, 2)
@@ -229,6 +239,14 @@ class TestFigures:
         assert charged["question_attention"] == pytest.approx(charged["random"] + (free - leading) / num_tokens)
         assert charged["question_deviation"] == pytest.approx(charged["question_attention"] + 1 / num_layers)
 
+    def test_stored_tokens_are_those_of_new_chunks(self, make_engine: EngineMaker) -> None:
+        engine = make_engine()
+        sizes = [span.num_tokens for span in engine.prompts.encode(rag_prompt(1, 2)).spans]
+        assert engine.generate(rag_prompt(1, 2, 1)).stats.stored_tokens == sum(sizes)
+        assert engine.generate(rag_prompt(1, 2)).stats.stored_tokens == 0
+        exact = engine.generate(rag_prompt(2, 1), recompute=RecomputeConfig(ratio=1.0))
+        assert exact.stats.stored_tokens == sum(sizes)
+
     def test_sensitivity_is_measured_after_the_answer_that_first_uses_a_chunk(self, make_engine: EngineMaker) -> None:
         engine = make_engine()
         engine.generate(rag_prompt(1, 2))
@@ -368,6 +386,27 @@ class TestAnswers:
             thread.join()
         assert [found[index] for index in range(6)] == alone
 
+    @pytest.mark.parametrize("name", ["llama", "gemma2"])
+    def test_two_engines_over_one_model_take_turns(self, name: str, make_engine: EngineMaker) -> None:
+        first = make_engine(name, ratio=0.2)
+        second = CacheCraftEngine(first.model, first.tokenizer, first.config)
+        implementation = first.model.config._attn_implementation
+        prompt = rag_prompt(1, 2)
+        first.warm(prompt.chunks)
+        second.warm(prompt.chunks)
+        alone = first.generate(prompt).token_ids
+        found: list[tuple[int, ...]] = []
+        threads = [
+            threading.Thread(target=lambda e=engine: found.extend(e.generate(prompt).token_ids for _ in range(4)))
+            for engine in (first, second)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [alone] * 8
+        assert first.model.config._attn_implementation == implementation
+
     def test_a_batch_keeps_its_order(self, make_engine: EngineMaker) -> None:
         engine = make_engine()
         prompts = [rag_prompt(n, n + 1) for n in range(3)]
@@ -380,7 +419,8 @@ class TestFullPrefill:
     @pytest.mark.parametrize("name", sorted(FULL_PREFILL))
     def test_models_without_movable_keys_answer_by_full_prefill_with_one_warning(self, name: str) -> None:
         model = make(name)
-        with pytest.warns(UserWarning, match="prefilled in full") as caught:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             engine = CacheCraftEngine(model, byte_level(), EngineConfig(max_new_tokens=8))
             results = [engine.generate(rag_prompt(1, 2)) for _ in range(2)]
             assert engine.warm([passage(1)]) == 0
