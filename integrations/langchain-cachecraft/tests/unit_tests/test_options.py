@@ -1,0 +1,42 @@
+"""Options of a call over the fields of a chat model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cachecraft_rag import RecomputeConfig
+from langchain_cachecraft import ChatCacheCraft
+from langchain_cachecraft.options import CallOptions
+
+
+@pytest.fixture
+def chat() -> ChatCacheCraft:
+    return ChatCacheCraft(model="some/model", temperature=0.5, max_tokens=9)
+
+
+def test_an_option_of_the_call_replaces_the_field_and_none_does_not(chat: ChatCacheCraft) -> None:
+    options = CallOptions.of(chat, {"max_tokens": 3, "reuse": False, "temperature": None})
+    assert options == replace(CallOptions.of(chat, {}), max_tokens=3, reuse=False)
+    assert options.sampling()["max_new_tokens"] == 3
+    assert options.sampling()["temperature"] == 0.5
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones(chat: ChatCacheCraft) -> None:
+    with pytest.raises(ValueError, match="temprature: no option of a call; allowed: stop, model, max_tokens, temperat"):
+        CallOptions.of(chat, {"temprature": 1.0})
+
+
+def test_what_langchain_adds_for_itself_is_no_option(chat: ChatCacheCraft) -> None:
+    assert CallOptions.of(chat, {"stream": True}) == CallOptions.of(chat, {})
+
+
+def test_policy_and_ratio_that_are_not_given_are_the_engines(chat: ChatCacheCraft) -> None:
+    default = RecomputeConfig(policy="chunk_start", ratio=0.4, seed=3)
+    assert CallOptions.of(chat, {}).recompute(default) == default
+    assert CallOptions.of(chat, {"recompute_ratio": 0.0}).recompute(default) == default.model_copy(
+        update={"ratio": 0.0}
+    )
+    with pytest.raises(ValueError, match="ratio"):
+        CallOptions.of(chat, {"recompute_ratio": 2.0}).recompute(default)

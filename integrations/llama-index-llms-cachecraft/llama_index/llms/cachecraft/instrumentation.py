@@ -1,0 +1,94 @@
+"""Retriever awareness without wiring: LlamaIndex's instrumentation tells which chunks are on their way to the LLM."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]  # not in an __all__
+from llama_index.core.instrumentation.span import BaseSpan
+from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
+from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.schema import MetadataMode
+
+from llama_index.llms.cachecraft.engines import register_chunks
+
+logger = logging.getLogger(__name__)
+
+# CitationQueryEngine numbers its nodes inside their text, so the label depends on the rank and not on the chunk.
+_CITATION_LABEL = re.compile(r"\ASource \d+:\s*\n")
+_install_lock = threading.Lock()
+
+
+class CacheCraftSpanHandler(BaseSpanHandler[BaseSpan]):
+    """Registers the text of every node that a synthesizer is given or a retriever returns. Keeps no spans.
+
+    Only a node's own text is registered: metadata, which templates print in front of it, stays ordinary prompt text,
+    so that a changed page label never costs a chunk.
+    """
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in LlamaIndex's serialisation."""
+        return "CacheCraftSpanHandler"
+
+    def new_span(
+        self,
+        id_: str,
+        bound_args: inspect.BoundArguments,
+        instance: Any | None = None,
+        parent_span_id: str | None = None,
+        tags: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Before a synthesizer runs: its nodes, as postprocessors and citation splitting left them."""
+        if isinstance(instance, BaseSynthesizer):
+            _register(bound_args.arguments.get("nodes"))
+
+    def prepare_to_exit_span(
+        self,
+        id_: str,
+        bound_args: inspect.BoundArguments,
+        instance: Any | None = None,
+        result: Any | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """After a retriever ran: its nodes, for tools and pipelines that build their prompts without a synthesizer."""
+        if isinstance(instance, BaseRetriever) and isinstance(result, list):
+            _register(result)
+
+    def prepare_to_drop_span(
+        self,
+        id_: str,
+        bound_args: inspect.BoundArguments,
+        instance: Any | None = None,
+        err: BaseException | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """A failed call leaves nothing to register."""
+
+
+def install() -> None:
+    """Put the handler on the root dispatcher, unless it is there."""
+    root = get_dispatcher()
+    with _install_lock:
+        if not any(isinstance(handler, CacheCraftSpanHandler) for handler in root.span_handlers):
+            root.add_span_handler(CacheCraftSpanHandler())
+
+
+def _register(nodes: Iterable[Any] | None) -> None:
+    """Register nodes; the dispatcher drops exceptions without a word, so they are logged here."""
+    try:
+        register_chunks(_chunk_text(node) for node in nodes or ())
+    except Exception:
+        logger.exception("chunks could not be registered; prompts that hold them are prefilled in full")
+
+
+def _chunk_text(node: Any) -> str:
+    content = getattr(node, "node", node).get_content(metadata_mode=MetadataMode.NONE)
+    return _CITATION_LABEL.sub("", content, count=1)

@@ -1,0 +1,65 @@
+"""Chat messages of LlamaIndex as the chat templates of models know them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core.llms import ChatMessage, TextBlock
+
+from cachecraft_rag import RagPrompt
+
+# Roles that templates don't know, and those that mean the same.
+_ROLES = {"developer": "system", "chatbot": "assistant", "model": "assistant", "function": "tool"}
+# Blocks that are no part of what the model reads.
+_SILENT_BLOCKS = ("cache", "thinking")
+_TOOL_FIELDS = ("name", "tool_call_id")
+
+
+def to_prompt(messages: Sequence[ChatMessage]) -> RagPrompt:
+    """The prompt of a chat. A text block in front of a cache point is a chunk; others are found by their text.
+
+    Raises:
+        ValueError: A message holds something other than text.
+    """
+    chunks = [
+        block.text
+        for message in messages
+        for block, following in zip(message.blocks, message.blocks[1:], strict=False)
+        if isinstance(block, TextBlock) and _kind(following) == "cache" and block.text.strip()
+    ]
+    return RagPrompt.from_messages([_to_dict(index, message) for index, message in enumerate(messages)], chunks)
+
+
+def check_text_only(messages: Sequence[ChatMessage]) -> None:
+    """Refuse messages that hold something other than text.
+
+    Raises:
+        ValueError: The first such message and block.
+    """
+    for index, message in enumerate(messages):
+        _text(index, message)
+
+
+def _to_dict(index: int, message: ChatMessage) -> dict[str, Any]:
+    role = _ROLES.get(message.role.value, message.role.value)
+    given = message.additional_kwargs if role == "tool" else {}
+    return {
+        "role": role,
+        "content": _text(index, message),
+        **{name: given[name] for name in _TOOL_FIELDS if name in given},
+    }
+
+
+def _text(index: int, message: ChatMessage) -> str:
+    texts = []
+    for block in message.blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        elif _kind(block) not in _SILENT_BLOCKS:
+            raise ValueError(f"messages[{index}]: a {type(block).__name__} was given, but this model reads text only")
+    return "\n".join(texts)
+
+
+def _kind(block: Any) -> str:
+    return str(getattr(block, "block_type", ""))

@@ -1,0 +1,300 @@
+"""Chunks are recognised and reused in every pipeline of LlamaIndex, without any wiring."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex, get_response_synthesizer
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
+from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.llms import ChatMessage
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
+from llama_index.core.response_synthesizers import ResponseMode
+from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.tools import RetrieverTool
+
+from cachecraft_rag.prompt import EncodedPrompt
+from llama_index.llms.cachecraft import CacheCraftLLM, CacheCraftSpanHandler
+from tests.conftest import passage
+
+Stats = list[dict[str, Any]]
+
+TEXTS = tuple(f"\n{number}. TERM.\n\n{passage(number)}\n\t(a) “Notice” {{x}};\n" for number in range(3))
+
+
+class ListRetriever(BaseRetriever):
+    """Returns the same nodes for every query."""
+
+    def __init__(self, nodes: list[TextNode]) -> None:
+        super().__init__()
+        self.nodes = nodes
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return [NodeWithScore(node=node, score=1.0) for node in self.nodes]
+
+
+@pytest.fixture
+def retriever() -> ListRetriever:
+    return ListRetriever([TextNode(text=text, metadata={"page_label": str(i)}) for i, text in enumerate(TEXTS)])
+
+
+def assert_reused(first: Stats, second: Stats, num_chunks: int = len(TEXTS)) -> None:
+    """Every chunk of the first round was new, and every one of the second came from the store."""
+    assert sum(stats["chunk_hits"] + stats["chunk_misses"] for stats in first) >= num_chunks
+    assert sum(stats["chunk_misses"] for stats in first) == num_chunks
+    assert sum(stats["chunk_hits"] for stats in second) >= num_chunks
+    assert sum(stats["chunk_misses"] for stats in second) == 0
+    assert all(stats["reused_tokens"] > 0 for stats in second if stats["chunk_hits"])
+
+
+def assert_read_as_written(llm: CacheCraftLLM, read: list[EncodedPrompt]) -> None:
+    """The ids that the model read are the prompt's text, and the spans are the chunks' texts."""
+    assert read
+    for prompt in read:
+        assert llm.engine.prompts.decode(prompt.token_ids) == prompt.text
+        for span in prompt.spans:
+            assert llm.engine.prompts.decode(prompt.token_ids[span.start : span.end]) == span.text
+
+
+MODES = (
+    ResponseMode.COMPACT,
+    ResponseMode.REFINE,
+    ResponseMode.TREE_SUMMARIZE,
+    ResponseMode.ACCUMULATE,
+    ResponseMode.COMPACT_ACCUMULATE,
+    ResponseMode.SIMPLE_SUMMARIZE,
+)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("has_template", [True, False], ids=["chat", "plain"])
+def test_a_query_engine_reuses_every_chunk(
+    mode: ResponseMode,
+    has_template: bool,
+    make_llm: Callable[..., CacheCraftLLM],
+    record: Callable[[CacheCraftLLM], list[EncodedPrompt]],
+    retriever: ListRetriever,
+    log: Any,
+) -> None:
+    llm = make_llm(chat_template=has_template)
+    read = record(llm)
+    engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode=mode)
+    engine.query("What ends first?")
+    first = log.take_stats()
+    retriever.nodes.reverse()
+    engine.query("Who signs?")
+    assert_reused(first, log.take_stats())
+    assert_read_as_written(llm, read)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+async def test_an_async_query_engine_reuses_every_chunk(
+    mode: ResponseMode, llm: CacheCraftLLM, retriever: ListRetriever, log: Any
+) -> None:
+    engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode=mode)
+    await engine.aquery("What ends first?")
+    first = log.take_stats()
+    retriever.nodes.reverse()
+    await engine.aquery("Who signs?")
+    assert_reused(first, log.take_stats())
+
+
+async def test_streaming_query_engines_reuse_every_chunk(
+    llm: CacheCraftLLM, retriever: ListRetriever, log: Any
+) -> None:
+    engine = RetrieverQueryEngine.from_args(retriever, llm=llm, streaming=True)
+    response = engine.query("What ends first?")
+    assert isinstance(response, StreamingResponse)
+    assert "".join(response.response_gen)
+    first = log.take_stats()
+    response = await engine.aquery("Who signs?")
+    assert isinstance(response, AsyncStreamingResponse)
+    assert "".join([delta async for delta in response.async_response_gen()])
+    assert_reused(first, log.take_stats())
+
+
+@pytest.mark.parametrize("kind", [ContextChatEngine, CondensePlusContextChatEngine], ids=lambda kind: kind.__name__)
+def test_a_chat_engine_reuses_every_chunk(
+    kind: Any, llm: CacheCraftLLM, read: list[EncodedPrompt], retriever: ListRetriever, log: Any
+) -> None:
+    engine = kind.from_defaults(retriever, llm=llm)
+    engine.chat("What ends first?")
+    first = log.take_stats()
+    retriever.nodes.reverse()
+    engine.chat("Who signs?")
+    assert_reused(first, log.take_stats())
+    assert_read_as_written(llm, read)
+
+
+@pytest.mark.parametrize("kind", [ContextChatEngine, CondensePlusContextChatEngine], ids=lambda kind: kind.__name__)
+async def test_async_and_streaming_chat_engines_reuse_every_chunk(
+    kind: Any, llm: CacheCraftLLM, retriever: ListRetriever, log: Any
+) -> None:
+    engine = kind.from_defaults(retriever, llm=llm)
+    await engine.achat("What ends first?")
+    first = log.take_stats()
+    assert list(engine.stream_chat("Who signs?").response_gen)
+    second = log.take_stats()
+    stream = await engine.astream_chat("When?")
+    assert [delta async for delta in stream.async_response_gen()]
+    assert_reused(first, second)
+    assert_reused(first, log.take_stats())
+
+
+def test_a_citation_query_engine_reuses_chunks_whatever_number_they_get(
+    llm: CacheCraftLLM, read: list[EncodedPrompt], retriever: ListRetriever, log: Any
+) -> None:
+    engine = CitationQueryEngine(retriever, llm=llm)
+    engine.query("What ends first?")
+    first = log.take_stats()
+    retriever.nodes.reverse()
+    engine.query("Who signs?")
+    assert "Source 1:" in read[-1].text
+    assert_reused(first, log.take_stats())
+    assert_read_as_written(llm, read)
+
+
+def test_nodes_that_citation_splits_are_reused_piece_by_piece(
+    llm: CacheCraftLLM, read: list[EncodedPrompt], retriever: ListRetriever, log: Any
+) -> None:
+    engine = CitationQueryEngine(retriever, llm=llm, citation_chunk_size=60, citation_chunk_overlap=0)
+    engine.query("What ends first?")
+    first = log.take_stats()
+    engine.query("Who signs?")
+    num_pieces = first[0]["chunk_misses"]
+    assert num_pieces > len(TEXTS)
+    assert_reused(first, log.take_stats(), num_pieces)
+    assert_read_as_written(llm, read)
+
+
+async def test_nodes_that_a_postprocessor_rewrites_are_reused(
+    llm: CacheCraftLLM, read: list[EncodedPrompt], log: Any
+) -> None:
+    sentences = [TextNode(text=text[:90], metadata={"window": text}) for text in TEXTS]
+    for sentence in sentences:
+        sentence.excluded_llm_metadata_keys = ["window"]
+    replace = MetadataReplacementPostProcessor(target_metadata_key="window")
+    engine = RetrieverQueryEngine.from_args(ListRetriever(sentences), llm=llm, node_postprocessors=[replace])
+    engine.query("What ends first?")
+    first = log.take_stats()
+    await engine.aquery("Who signs?")
+    assert_reused(first, log.take_stats())
+    assert [span.text for span in read[-1].spans] == [text.strip() for text in TEXTS]
+
+
+async def test_a_synthesizer_by_itself_makes_its_nodes_known(
+    llm: CacheCraftLLM, retriever: ListRetriever, log: Any
+) -> None:
+    nodes = [NodeWithScore(node=node, score=1.0) for node in retriever.nodes]
+    synthesizer = get_response_synthesizer(llm=llm)
+    synthesizer.synthesize("What ends first?", nodes)
+    first = log.take_stats()
+    await synthesizer.asynthesize("Who signs?", nodes=nodes)
+    assert_reused(first, log.take_stats())
+
+
+def test_changed_metadata_does_not_cost_a_chunk(
+    llm: CacheCraftLLM, read: list[EncodedPrompt], retriever: ListRetriever, log: Any
+) -> None:
+    engine = RetrieverQueryEngine.from_args(retriever, llm=llm)
+    engine.query("What ends first?")
+    first = log.take_stats()
+    for node in retriever.nodes:
+        node.metadata["page_label"] = f"100{node.metadata['page_label']}"
+    engine.query("What ends first?")
+    assert "page_label: 1002" in read[-1].text
+    assert_reused(first, log.take_stats())
+
+
+def test_a_prompt_built_by_hand_from_a_retriever_reuses_every_chunk(
+    llm: CacheCraftLLM, retriever: ListRetriever
+) -> None:
+    def ask(question: str) -> dict[str, Any]:
+        passages = "\n###\n".join(found.node.get_content() for found in retriever.retrieve(question))
+        return llm.chat([ChatMessage(content=f"{passages}\n{question}")]).raw["cachecraft"]
+
+    assert ask("Why?")["chunk_misses"] == 3
+    assert ask("How?")["chunk_hits"] == 3
+
+
+async def test_the_output_of_a_retriever_tool_is_reused(llm: CacheCraftLLM, retriever: ListRetriever) -> None:
+    tool = RetrieverTool.from_defaults(retriever)
+
+    async def ask(question: str) -> dict[str, Any]:
+        output = await tool.acall(question)
+        messages = [ChatMessage(content=question), ChatMessage(role="tool", content=output.content)]
+        return (await llm.achat(messages)).raw["cachecraft"]
+
+    assert (await ask("Why?"))["chunk_misses"] == 3
+    assert (await ask("How?"))["chunk_hits"] == 3
+
+
+def test_the_settings_object_is_all_that_changes(llm: CacheCraftLLM, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_llm", "_embed_model", "_prompt_helper"):
+        monkeypatch.setattr(Settings, name, None)
+    Settings.llm = llm
+    Settings.embed_model = MockEmbedding(embed_dim=8)
+    index = VectorStoreIndex.from_documents([Document(text=text) for text in TEXTS])
+    engine = index.as_query_engine(similarity_top_k=3)
+    assert str(engine.query("What ends first?"))
+    first = log.take_stats()
+    assert str(engine.query("Who signs?"))
+    assert_reused(first, log.take_stats())
+
+
+def test_answers_with_everything_recomputed_equal_those_without_reuse(
+    make_llm: Callable[..., CacheCraftLLM], retriever: ListRetriever
+) -> None:
+    engine = make_llm().engine
+    answers = []
+    for fields in ({"reuse": False}, {"recompute_ratio": 1.0}, {"recompute_ratio": 1.0}):
+        query_engine = RetrieverQueryEngine.from_args(retriever, llm=make_llm(engine=engine, **fields))
+        answers.append(str(query_engine.query("What ends first?")))
+    assert answers[0]
+    assert len(set(answers)) == 1
+
+
+def test_without_auto_register_nothing_is_recognised(
+    make_llm: Callable[..., CacheCraftLLM], retriever: ListRetriever, log: Any
+) -> None:
+    engine = RetrieverQueryEngine.from_args(retriever, llm=make_llm(auto_register=False))
+    engine.query("What ends first?")
+    engine.query("Who signs?")
+    assert {stats["fallback_reason"] for stats in log.take_stats()} == {"no known chunk in the prompt"}
+
+
+def test_chunks_seen_before_the_model_is_loaded_are_recognised_afterwards(
+    tiny_folder: str, retriever: ListRetriever
+) -> None:
+    llm = CacheCraftLLM(model=tiny_folder, max_new_tokens=2)
+    retriever.retrieve("What ends first?")
+    assert not llm.is_loaded
+    assert llm.complete(f"{TEXTS[0]}\nWhy?").raw["cachecraft"]["chunk_misses"] == 1
+    llm.close()
+
+
+def test_the_span_handler_is_installed_once(make_llm: Callable[..., CacheCraftLLM]) -> None:
+    make_llm()
+    make_llm()
+    handlers = [h for h in get_dispatcher().span_handlers if isinstance(h, CacheCraftSpanHandler)]
+    assert len(handlers) == 1
+    assert not handlers[0].open_spans
+
+
+def test_a_failure_to_register_is_logged_and_the_query_goes_on(
+    llm: CacheCraftLLM, retriever: ListRetriever, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(texts: Any) -> int:
+        raise RuntimeError("registry is broken")
+
+    monkeypatch.setattr(llm.engine, "register", broken)
+    with caplog.at_level(logging.ERROR, logger="llama_index.llms.cachecraft"):
+        response = get_response_synthesizer(llm=llm).synthesize("Why?", retriever.retrieve("Why?"))
+    assert str(response)
+    assert "registry is broken" in caplog.text
