@@ -92,7 +92,7 @@ class ChunkLibrary:
         return computed
 
     def invalidate(self, texts: Sequence[str] | None, namespace: str) -> int:
-        """Forget texts of a namespace (all for ``None``) and drop their KV, computed behind whatever; returns how many."""
+        """Forget texts of a namespace (all for ``None``) and drop their KV, made behind whatever; returns how many."""
         if texts is None:
             self.registry.clear(namespace)
             return self.store.clear(namespace)

@@ -30,13 +30,7 @@ def load(name: str, dtype: torch.dtype | str, device: torch.device | str | None)
         ValueError: There is no such model, or it has no tokenizer.
     """
     source = resolve(name)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise ValueError(
-            f"model: no tokenizer could be loaded for {name!r} ({_first_line(error)}); a model folder needs "
-            "tokenizer.json or tokenizer.model beside config.json, and a hub id needs a connection or a filled cache"
-        ) from error
+    tokenizer = load_tokenizer(source)
     try:
         config = AutoConfig.from_pretrained(source)
         options: dict[str, Any] = {"dtype": dtype}
@@ -47,6 +41,21 @@ def load(name: str, dtype: torch.dtype | str, device: torch.device | str | None)
         raise ValueError(f"model: {name!r} could not be loaded as a causal language model: {error}") from error
     target = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(target).eval(), tokenizer
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load the tokenizer of a model; names as in ``load``.
+
+    Raises:
+        ValueError: There is no such model, or it has no tokenizer.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(resolve(name))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise ValueError(
+            f"model: no tokenizer could be loaded for {name!r} ({_first_line(error)}); a model folder needs "
+            "tokenizer.json or tokenizer.model beside config.json, and a hub id needs a connection or a filled cache"
+        ) from error
 
 
 def resolve(name: str) -> str:

@@ -6,6 +6,7 @@ segment is tokenised alone: the ids of a chunk never depend on its neighbours, a
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -121,7 +122,8 @@ class PromptEncoder:
     """Turns prompts into ids and spans with one tokenizer.
 
     Args:
-        tokenizer: A Hugging Face tokenizer. It is used under a lock: fast tokenizers are not thread-safe.
+        tokenizer: A Hugging Face tokenizer. A copy of it is used, under a lock: fast tokenizers are not thread-safe,
+            and their settings change with every call.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -129,7 +131,7 @@ class PromptEncoder:
             raise ValueError(
                 f"tokenizer: {type(tokenizer).__name__} has no encode method; give a Hugging Face tokenizer"
             )
-        self.tokenizer = tokenizer
+        self.tokenizer = copy.deepcopy(tokenizer)
         self._lock = threading.Lock()
         self._chunk_ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self._bos = self._leading_ids()
@@ -144,7 +146,10 @@ class PromptEncoder:
         """The text of a prompt, as the chat template makes it (without a BOS that only the tokenizer would add).
 
         A tokenizer without a template gets the plain layout: message contents joined by blank lines. A template that
-        refuses a system message gets it at the head of the first user message.
+        refuses system messages gets each at the head of the message that follows it.
+
+        Raises:
+            ValueError: The template refuses the messages all the same.
         """
         if prompt.text is not None:
             return prompt.text
@@ -153,12 +158,14 @@ class PromptEncoder:
             return "\n\n".join(str(message["content"]) for message in messages)
         try:
             return self._apply_template(messages, prompt.tools, add_generation_prompt)
-        except TemplateError:
-            if messages[0]["role"] != "system" or len(messages) < 2:
-                raise
-            system, first, *rest = messages
-            merged = {**first, "content": f"{system['content']}\n\n{first['content']}"}
-            return self._apply_template([merged, *rest], prompt.tools, add_generation_prompt)
+        except TemplateError as error:
+            merged = _without_system_messages(messages)
+            if merged == messages:
+                raise _refused(error) from error
+        try:
+            return self._apply_template(merged, prompt.tools, add_generation_prompt)
+        except TemplateError as error:
+            raise _refused(error) from error
 
     def encode(
         self, prompt: RagPrompt, registry: ChunkRegistry | None = None, namespace: str = "default"
@@ -251,10 +258,19 @@ class PromptEncoder:
         return ids[len(anchor_ids) :]
 
     def _raw_encode(self, text: str, split_special_tokens: bool) -> tuple[int, ...]:
-        with self._lock:
-            encoded = self.tokenizer(
-                text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False
-            )
+        try:
+            with self._lock:
+                encoded = self.tokenizer(
+                    text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False
+                )
+        except TypeError as error:
+            at = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+            if at is None:
+                raise
+            raise ValueError(
+                f"prompt: {text[at]!r} in {text[max(0, at - 20) : at + 20]!r} is half a character (a lone surrogate), "
+                "which no tokenizer can read; replace it"
+            ) from error
         return tuple(encoded["input_ids"])
 
     def _leading_ids(self) -> tuple[int, ...]:
@@ -274,6 +290,24 @@ class PromptEncoder:
             if ids[: len(anchor_ids)] == anchor_ids and self.tokenizer.decode(list(ids) + rest).endswith(probe * 2):
                 return anchor, anchor_ids
         return "", ()
+
+
+def _without_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every system message put at the head of the next other one; a last one stays."""
+    merged: list[dict[str, Any]] = []
+    pending: list[str] = []
+    for message in messages:
+        if message["role"] == "system" and message is not messages[-1]:
+            pending.append(str(message["content"]))
+        else:
+            content = "\n\n".join([*pending, str(message["content"])]) if pending else message["content"]
+            merged.append({**message, "content": content})
+            pending = []
+    return merged
+
+
+def _refused(error: TemplateError) -> ValueError:
+    return ValueError(f"messages: the model's chat template refuses them: {error}")
 
 
 def _find_in_order(text: str, chunks: Sequence[str]) -> list[TextSpan]:
