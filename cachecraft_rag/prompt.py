@@ -1,28 +1,18 @@
 """Prompts: from messages, text or parts to token ids and the spans of the chunks in them.
 
-The only user of the tokenizer. The chat template is rendered once, the chunks are found in the rendered text, and every
-segment is tokenised alone: the ids of a chunk never depend on its neighbours, and decoding all ids gives back the text.
+The chat template is rendered, the chunks are found in the rendered text, and every segment is tokenised alone: the ids
+of a chunk never depend on its neighbours, and decoding all ids gives back the text.
 """
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
+from cachecraft_rag.chat_template import ChatTemplate, Message
 from cachecraft_rag.registry import ChunkRegistry, TextSpan
-
-Message = Mapping[str, Any]
-
-_REMEMBERED_CHUNKS = 4096
-# Put before a segment to keep a SentencePiece tokenizer from starting it with a dummy space, and cut off again.
-_ANCHORS = ("\n", "=", "|")
-_PLACEHOLDER = "@@@"
+from cachecraft_rag.segment_tokenizer import SegmentTokenizer
 
 
 @dataclass(frozen=True)
@@ -122,50 +112,33 @@ class PromptEncoder:
     """Turns prompts into ids and spans with one tokenizer.
 
     Args:
-        tokenizer: A Hugging Face tokenizer. A copy of it is used, under a lock: fast tokenizers are not thread-safe,
-            and their settings change with every call.
+        tokenizer: A Hugging Face tokenizer; a copy of it is used.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        if not callable(getattr(tokenizer, "encode", None)):
-            raise ValueError(
-                f"tokenizer: {type(tokenizer).__name__} has no encode method; give a Hugging Face tokenizer"
-            )
-        self.tokenizer = copy.deepcopy(tokenizer)
-        self._lock = threading.Lock()
-        self._chunk_ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()
-        self._bos = self._leading_ids()
-        self._anchor = self._find_anchor()
+        self._segments = SegmentTokenizer(tokenizer)
+        self._template = ChatTemplate(self._segments)
+        self.encode_text = self._segments.encode_text
+        self.encode_chunk = self._segments.encode_chunk
+        self.decode = self._segments.decode
+
+    @property
+    def tokenizer(self) -> Any:
+        """The copy of the tokenizer that is used; not to be called while requests run."""
+        return self._segments.tokenizer
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the tokenizer brings a chat template; without one a plain layout is used."""
-        return bool(getattr(self.tokenizer, "chat_template", None))
+        return not self._template.is_plain
 
-    def render(self, prompt: RagPrompt, add_generation_prompt: bool = True) -> str:
-        """The text of a prompt, as the chat template makes it (without a BOS that only the tokenizer would add).
-
-        A tokenizer without a template gets the plain layout: message contents joined by blank lines. A template that
-        refuses system messages gets each at the head of the message that follows it.
+    def render(self, prompt: RagPrompt) -> str:
+        """The text of a prompt, without a BOS that only the tokenizer would add.
 
         Raises:
-            ValueError: The template refuses the messages all the same.
+            ValueError: The chat template refuses the messages.
         """
-        if prompt.text is not None:
-            return prompt.text
-        messages = prompt.as_messages()
-        if not self.has_chat_template:
-            return "\n\n".join(str(message["content"]) for message in messages)
-        try:
-            return self._apply_template(messages, prompt.tools, add_generation_prompt)
-        except TemplateError as error:
-            merged = _without_system_messages(messages)
-            if merged == messages:
-                raise _refused(error) from error
-        try:
-            return self._apply_template(merged, prompt.tools, add_generation_prompt)
-        except TemplateError as error:
-            raise _refused(error) from error
+        return prompt.text if prompt.text is not None else self._template.render(prompt.as_messages(), prompt.tools)
 
     def encode(
         self, prompt: RagPrompt, registry: ChunkRegistry | None = None, namespace: str = "default"
@@ -178,18 +151,13 @@ class PromptEncoder:
             namespace: Whose chunks.
         """
         text = self.render(prompt)
-        found = _find_in_order(text, prompt.chunks)
-        if registry is not None:
-            taken = [(span.start, span.end) for span in found]
-            others = [s for s in registry.find(text, namespace) if all(s.end <= a or s.start >= b for a, b in taken)]
-            found = sorted([*found, *others], key=lambda span: span.start)
         adds_bos = prompt.text is not None or not self.has_chat_template
-        bos_text = self.decode(self._bos) if adds_bos else ""
-        bos = self._bos if adds_bos and not (bos_text and text.startswith(bos_text)) else ()
+        bos_text = self.decode(self._segments.bos) if adds_bos else ""
+        bos = self._segments.bos if adds_bos and not (bos_text and text.startswith(bos_text)) else ()
         ids: list[int] = list(bos)
         spans: list[ChunkSpan] = []
         cursor = 0
-        for span in found:
+        for span in self._find_chunks(prompt, text, registry, namespace):
             ids += self.encode_text(text[cursor : span.start])
             chunk = text[span.start : span.end]
             chunk_ids = self.encode_chunk(chunk)
@@ -200,123 +168,47 @@ class PromptEncoder:
         ids += self.encode_text(text[cursor:])
         return EncodedPrompt((bos_text if bos else "") + text, tuple(ids), tuple(spans))
 
-    def encode_text(self, text: str) -> tuple[int, ...]:
-        """Ids of text between chunks; special tokens written in it are special tokens."""
-        return self._encode(text, split_special_tokens=False)
-
-    def encode_chunk(self, text: str) -> tuple[int, ...]:
-        """Ids of a chunk's text; special tokens written in it stay text, so a document can't end a turn."""
-        ids = self._chunk_ids.get(text)
-        if ids is None:
-            ids = self._encode(text, split_special_tokens=True)
-        with self._lock:
-            self._chunk_ids[text] = ids
-            self._chunk_ids.move_to_end(text)
-            if len(self._chunk_ids) > _REMEMBERED_CHUNKS:
-                self._chunk_ids.popitem(last=False)
-        return ids
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of some ids, spaces untouched."""
-        with self._lock:
-            text: str = self.tokenizer.decode(
-                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        return text
-
-    def chat_head(self) -> str:
-        """What the chat template puts before the text of a single user message."""
-        if not self.has_chat_template:
-            return ""
-        messages = [{"role": "user", "content": _PLACEHOLDER}]
-        return self._apply_template(messages, None, True).partition(_PLACEHOLDER)[0]
-
     def head_ids(self, instruction: str) -> tuple[int, ...]:
         """Ids of the chat head followed by an instruction: the canonical prefix of chunks."""
-        bos = () if self.has_chat_template else self._bos
-        return bos + self.encode_text(self.chat_head() + instruction)
+        if not self.has_chat_template:
+            return self._segments.bos + self.encode_text(instruction)
+        return self.encode_text(self._template.head() + instruction)
 
-    def _apply_template(
-        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
-    ) -> str:
-        with self._lock:
-            rendered: str = self.tokenizer.apply_chat_template(
-                messages,
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        return rendered
-
-    def _encode(self, text: str, split_special_tokens: bool) -> tuple[int, ...]:
-        if not text:
-            return ()
-        anchor, anchor_ids = self._anchor
-        ids = self._raw_encode(anchor + text, split_special_tokens)
-        if anchor and ids[: len(anchor_ids)] != anchor_ids:
-            ids, anchor_ids = self._raw_encode(text, split_special_tokens), ()
-        return ids[len(anchor_ids) :]
-
-    def _raw_encode(self, text: str, split_special_tokens: bool) -> tuple[int, ...]:
-        try:
-            with self._lock:
-                encoded = self.tokenizer(
-                    text, add_special_tokens=False, split_special_tokens=split_special_tokens, verbose=False
-                )
-        except TypeError as error:
-            at = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
-            if at is None:
-                raise
-            raise ValueError(
-                f"prompt: {text[at]!r} in {text[max(0, at - 20) : at + 20]!r} is half a character (a lone surrogate), "
-                "which no tokenizer can read; replace it"
-            ) from error
-        return tuple(encoded["input_ids"])
-
-    def _leading_ids(self) -> tuple[int, ...]:
-        """What the tokenizer itself puts before a text (BOS), found by encoding nothing."""
-        bos = getattr(self.tokenizer, "bos_token_id", None)
-        ids = self.tokenizer("a")["input_ids"]
-        return (ids[0],) if bos is not None and ids and ids[0] == bos else ()
-
-    def _find_anchor(self) -> tuple[str, tuple[int, ...]]:
-        """A text after which segments start without a dummy space; ("", ()) where none is needed."""
-        probe = "Hello"
-        if self.tokenizer.decode(list(self._raw_encode(probe, False)) * 2) == probe * 2:
-            return "", ()
-        for anchor in _ANCHORS:
-            ids, anchor_ids = self._raw_encode(anchor + probe, False), self._raw_encode(anchor, False)
-            rest = list(ids[len(anchor_ids) :])
-            if ids[: len(anchor_ids)] == anchor_ids and self.tokenizer.decode(list(ids) + rest).endswith(probe * 2):
-                return anchor, anchor_ids
-        return "", ()
-
-
-def _without_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every system message put at the head of the next other one; a last one stays."""
-    merged: list[dict[str, Any]] = []
-    pending: list[str] = []
-    for message in messages:
-        if message["role"] == "system" and message is not messages[-1]:
-            pending.append(str(message["content"]))
+    def _find_chunks(
+        self, prompt: RagPrompt, text: str, registry: ChunkRegistry | None, namespace: str
+    ) -> list[TextSpan]:
+        """Named chunks, then registered ones, where they stand inside the contents of messages."""
+        known = registry.find(text, namespace) if registry is not None else []
+        if not prompt.chunks and not known:
+            return []
+        if prompt.text is not None:
+            ranges = [(0, len(text))]
         else:
-            content = "\n\n".join([*pending, str(message["content"])]) if pending else message["content"]
-            merged.append({**message, "content": content})
-            pending = []
-    return merged
+            ranges = self._template.content_ranges(prompt.as_messages(), prompt.tools)
+        named_in = ranges
+        if prompt.messages is None and prompt.text is None:  # made of parts: chunks begin the last message
+            start, end = ranges[-1]
+            named_in = [(max(start, end - len(prompt.as_messages()[-1]["content"])), end)]
+        found = _find_in_order(text, prompt.chunks, named_in)
+        inside = [s for s in known if any(start <= s.start and s.end <= end for start, end in ranges)]
+        found += [s for s in inside if all(s.end <= other.start or s.start >= other.end for other in found)]
+        return sorted(found, key=lambda span: span.start)
 
 
-def _refused(error: TemplateError) -> ValueError:
-    return ValueError(f"messages: the model's chat template refuses them: {error}")
+def _find_in_order(text: str, chunks: Sequence[str], ranges: Sequence[tuple[int, int]]) -> list[TextSpan]:
+    """Places of chunks within the ranges, white space at their edges left out, as in the registry.
 
-
-def _find_in_order(text: str, chunks: Sequence[str]) -> list[TextSpan]:
-    """Places of the chunks in the order given, white space at their edges left out, as in the registry."""
+    Each is looked for behind the one named before it, so that repeated chunks get one place each; one that stands
+    before it is found all the same.
+    """
     spans: list[TextSpan] = []
     cursor = 0
     for chunk in (chunk.strip() for chunk in chunks):
-        start = text.find(chunk, cursor)
-        if start >= 0:
-            spans.append(TextSpan(start, start + len(chunk)))
-            cursor = start + len(chunk)
+        places = [(max(start, cursor), end) for start, end in ranges if end > cursor] + list(ranges)
+        for start, end in places:
+            at = text.find(chunk, start, end)
+            if at >= 0 and all(at >= span.end or at + len(chunk) <= span.start for span in spans):
+                spans.append(TextSpan(at, at + len(chunk)))
+                cursor = at + len(chunk)
+                break
     return spans

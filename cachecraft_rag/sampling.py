@@ -16,6 +16,8 @@ from transformers import (
 
 from cachecraft_rag.config import SamplingConfig
 
+_GREEDY_BELOW = 1e-4  # dividing logits by less overflows float32, and the draw would be the most likely token anyway
+
 
 class Sampler:
     """Chooses one token after another for one answer.
@@ -27,7 +29,7 @@ class Sampler:
     """
 
     def __init__(self, config: SamplingConfig, prompt_ids: Sequence[int], device: torch.device) -> None:
-        self._is_greedy = config.temperature == 0.0
+        self._is_greedy = config.temperature < _GREEDY_BELOW
         self._needs_history = config.repetition_penalty != 1.0
         self._history = list(prompt_ids) if self._needs_history else []
         self._processors = LogitsProcessorList()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html import escape
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -65,4 +67,4 @@ class RequestStats(BaseModel):
 
 
 def _shown(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))

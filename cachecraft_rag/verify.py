@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 
 import torch
 
@@ -43,9 +44,9 @@ class VerifyReport:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{c.name}</td><td>{c.error:.2e}</td><td>{c.tolerance:.0e}</td></tr>" for c in self.checks
+            f"<tr><td>{escape(c.name)}</td><td>{c.error:.2e}</td><td>{c.tolerance:.0e}</td></tr>" for c in self.checks
         )
-        head = f"<tr><th>{self.model} ({self.dtype})</th><th>error</th><th>allowed</th></tr>"
+        head = f"<tr><th>{escape(self.model)} ({self.dtype})</th><th>error</th><th>allowed</th></tr>"
         return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
 
 

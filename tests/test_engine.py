@@ -490,6 +490,11 @@ class TestKeeping:
         assert engine.invalidate() == 3
         assert len(engine.store) == 0
 
+    def test_exact_kv_is_not_kept_where_that_is_switched_off(self, make_engine: EngineMaker) -> None:
+        engine = make_engine(keep_exact=False, ratio=1.0)
+        assert engine.generate(rag_prompt(1, 2)).stats.stored_tokens == 0
+        assert len(engine.store) == 0
+
     def test_the_budget_of_the_store_holds_at_every_moment(self, make_engine: EngineMaker) -> None:
         size = 400_000
         engine = make_engine(store=StoreConfig(cold={"size": size}))  # type: ignore[arg-type]
