@@ -39,14 +39,13 @@ def load(name: str, dtype: torch.dtype | str, device: torch.device | str | None)
         options: dict[str, Any] = {"dtype": dtype}
         if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
             options["attn_implementation"] = "eager"  # sdpa has no soft cap: transformers 4 would drop it silently
-        model: Any
-        model, report = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"model: {name!r} could not be loaded as a causal language model: {error}") from error
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
+    model, missing = loaded[0], sorted(loaded[1]["missing_keys"])
+    if missing:
         raise ValueError(
-            f"model: the weights of {name!r} lack {len(report['missing_keys'])} tensors, such as {missing}"
+            f"model: the weights of {name!r} lack {len(missing)} tensors, such as {', '.join(missing[:3])}"
         )
     try:
         return model.to(target).eval(), tokenizer
@@ -63,7 +62,7 @@ def load_tokenizer(name: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(name))
         # transformers 5 makes an empty tokenizer of the architecture's kind where there are no files
-        shown = tokenizer.decode(tokenizer("Hello", add_special_tokens=False)["input_ids"])
+        shown = str(tokenizer.decode(tokenizer("Hello", add_special_tokens=False)["input_ids"]))
         if "hello" not in shown.lower().replace(" ", ""):
             raise ValueError(f"it reads 'Hello' as {shown!r}")
         return tokenizer
