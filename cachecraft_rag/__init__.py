@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig, StoreConfig
 from cachecraft_rag.engine import CacheCraftEngine
+from cachecraft_rag.engine_pool import EngineKey, EnginePool
 from cachecraft_rag.errors import (
     CacheCraftError,
     CorruptEntryError,
@@ -12,9 +13,11 @@ from cachecraft_rag.errors import (
     StoreUnavailableError,
     UnsupportedModelError,
 )
+from cachecraft_rag.feed import ChunkFeed
 from cachecraft_rag.prompt import RagPrompt
 from cachecraft_rag.registry import ChunkRegistry
 from cachecraft_rag.result import AnswerStream, GenerationResult
+from cachecraft_rag.splitting import ChunkSplitter
 from cachecraft_rag.stats import RequestStats
 from cachecraft_rag.verify import VerifyReport
 
@@ -22,9 +25,13 @@ __all__ = [
     "AnswerStream",
     "CacheCraftEngine",
     "CacheCraftError",
+    "ChunkFeed",
     "ChunkRegistry",
+    "ChunkSplitter",
     "CorruptEntryError",
     "EngineConfig",
+    "EngineKey",
+    "EnginePool",
     "GenerationResult",
     "PromptTooLongError",
     "RagPrompt",

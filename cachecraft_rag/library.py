@@ -1,4 +1,4 @@
-"""The chunks of one model and namespace: their texts, their stored KV, and how it is computed."""
+"""The chunks of one model: their texts, their stored KV, and how it is computed."""
 
 from __future__ import annotations
 

@@ -45,6 +45,7 @@ LAYERS = (
     ("library", "result"),
     ("request",),
     ("engine",),
+    ("engine_pool", "feed", "steps"),
     ("scheduler",),
     ("__init__",),
     ("evaluate", "server"),
@@ -187,12 +188,15 @@ def test_only_the_model_modules_know_the_internals_of_transformers() -> None:
     assert offenders == []
 
 
-def test_no_module_reads_environment_variables() -> None:
+def test_no_module_reads_environment_variables_but_the_one_that_the_user_names_for_the_master_key() -> None:
+    sources = [path for path in SOURCES if path != PACKAGE / "store" / "crypto.py"]
     forbidden = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     offenders = [
-        place(path, item.line) for path, item in engine_imports() if item.module == "os" and item.name in forbidden
+        place(path, item.line)
+        for path, item in engine_imports()
+        if path in sources and item.module == "os" and item.name in forbidden
     ]
-    for path in SOURCES:
+    for path in sources:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr in forbidden:
                 offenders.append(place(path, node.lineno))

@@ -8,7 +8,7 @@ from typing import Any
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
-from cachecraft_rag import CacheCraftEngine, GenerationResult, RagPrompt, RequestStats
+from cachecraft_rag import GenerationResult
 
 PROVIDER = "cachecraft"
 
@@ -20,12 +20,10 @@ class Answer:
     Attributes:
         result: What the engine returned.
         model: Name of the model that answered.
-        stored_tokens: Prompt tokens whose KV was stored by this request.
     """
 
     result: GenerationResult
     model: str
-    stored_tokens: int
 
     def chat_result(self) -> ChatResult:
         """The answer as a whole."""
@@ -47,7 +45,7 @@ class Answer:
                 "input_tokens": stats.prompt_tokens,
                 "output_tokens": stats.output_tokens,
                 "total_tokens": stats.prompt_tokens + stats.output_tokens,
-                "input_token_details": {"cache_read": stats.reused_tokens, "cache_creation": self.stored_tokens},
+                "input_token_details": {"cache_read": stats.reused_tokens, "cache_creation": stats.stored_tokens},
             },
             "response_metadata": {
                 "model_name": self.model,
@@ -61,11 +59,3 @@ class Answer:
 def delta_chunk(delta: str) -> ChatGenerationChunk:
     """A piece of text inside a stream."""
     return ChatGenerationChunk(message=AIMessageChunk(content=delta))
-
-
-def stored_tokens(engine: CacheCraftEngine, prompt: RagPrompt, stats: RequestStats) -> int:
-    """Prompt tokens of the chunks that were not in the store before: all chunk tokens less those of the hits."""
-    if stats.chunk_misses == 0:
-        return 0
-    encoded = engine.prompts.encode(prompt, engine.library.registry, engine.config.namespace)
-    return sum(span.num_tokens for span in encoded.spans) - stats.reused_tokens - stats.recomputed_tokens

@@ -17,14 +17,15 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
 from typing_extensions import Self
 
-from cachecraft_rag import CacheCraftEngine, EngineConfig, RagPrompt
+from cachecraft_rag import CacheCraftEngine, EngineConfig, EngineKey, RagPrompt
 from cachecraft_rag.config import PolicyName
-from langchain_cachecraft.answers import PROVIDER, Answer, delta_chunk, stored_tokens
+from cachecraft_rag.engine_pool import SHARED_ENGINES
+from cachecraft_rag.steps import Steps
+from langchain_cachecraft.answers import PROVIDER, Answer, delta_chunk
 from langchain_cachecraft.callbacks import RETRIEVED, install
-from langchain_cachecraft.engines import ENGINES, EngineKey
+from langchain_cachecraft.engine_ids import ENGINE_IDS
 from langchain_cachecraft.messages import artifact_texts, chat_messages
 from langchain_cachecraft.options import CallOptions
-from langchain_cachecraft.steps import Steps
 
 _VERSION = version("langchain-cachecraft")
 
@@ -59,7 +60,9 @@ class ChatCacheCraft(BaseChatModel):
     device: str | None = Field(default=None, description="Where to run; None takes the first GPU, else the CPU.")
     engine_config: EngineConfig | None = Field(default=None, description="Settings of the engine, such as budgets.")
     namespace: str | None = Field(
-        default=None, min_length=1, description="Chunk KV is shared inside a namespace only; None: engine_config's."
+        default=None,
+        min_length=1,
+        description="Chunks are shared inside it and never across (tenants); None: the engine's.",
     )
 
     temperature: float = Field(default=0.0, ge=0.0, description="0.0 takes the most likely token.")
@@ -110,10 +113,6 @@ class ChatCacheCraft(BaseChatModel):
             own = {"dtype": self.dtype != "auto", "device": self.device, "engine_config": self.engine_config}
             if refused := [name for name, given in own.items() if given]:
                 raise ValueError(f"{refused[0]}: can't be given together with a ready engine, which has its own")
-            if self.namespace not in (None, self.engine.config.namespace):
-                raise ValueError(
-                    f"namespace: {self.namespace!r} is not the engine's, which is {self.engine.config.namespace!r}"
-                )
             name = getattr(self.engine.model.config, "_name_or_path", "")
             self.model = self.model or name or type(self.engine.model).__name__
         self._add_version("langchain-cachecraft", _VERSION)
@@ -124,6 +123,8 @@ class ChatCacheCraft(BaseChatModel):
     def get_engine(self, model: str | None = None) -> CacheCraftEngine:
         """The engine behind this chat model, for ``warm``, ``invalidate`` and the like; loads the model if need be.
 
+        Chat models of other namespaces have the same engine: with a ``namespace`` of your own, name it in these calls.
+
         Args:
             model: Another model, loaded with the settings of this one.
 
@@ -131,13 +132,13 @@ class ChatCacheCraft(BaseChatModel):
             ValueError: There is no such model, or another model is asked of a ready engine.
         """
         if self.engine is None:
-            engine = ENGINES.get(self._engine_key(model or self.model))
+            engine = SHARED_ENGINES.get(self._engine_key(model or self.model), keep=True)
         elif model in (None, self.model):
             engine = self.engine
         else:
             raise ValueError(f"model: {model!r} can't be served, since this chat model was made with a ready engine")
         if self.auto_register:
-            RETRIEVED.subscribe(engine)
+            RETRIEVED.feed.subscribe(engine, self.namespace)
         return engine
 
     def close(self) -> None:
@@ -146,7 +147,7 @@ class ChatCacheCraft(BaseChatModel):
         A later call loads the model again. A ready engine stays open: it belongs to whoever made it.
         """
         if self.engine is None:
-            ENGINES.close(self._engine_key(self.model))
+            SHARED_ENGINES.close(self._engine_key(self.model))
 
     def get_token_ids(self, text: str) -> list[int]:
         """Ids of a text by the model's own tokenizer, or by ``custom_get_token_ids``."""
@@ -161,14 +162,15 @@ class ChatCacheCraft(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """All that decides an answer; LangChain's response cache takes it as part of its key."""
-        config = self.engine.config if self.engine is not None else self._config()
+        config = self.engine.config if self.engine is not None else self.engine_config or EngineConfig()
         return {
             **asdict(CallOptions.of(self, {})),
             "stop_sequences": self.stop,  # LangChain puts the stop texts of the call under "stop"
             "dtype": self.dtype,
             "device": self.device,
             "engine_config": config.model_dump(),
-            "engine": None if self.engine is None else ENGINES.token_of(self.engine),
+            "namespace": self.namespace or config.namespace,
+            "engine": None if self.engine is None else ENGINE_IDS.id_of(self.engine),
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
@@ -195,11 +197,8 @@ class ChatCacheCraft(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        steps = Steps(self._answer(messages, stop, kwargs))
-        try:
+        with closing(Steps(self._answer(messages, stop, kwargs))) as steps:
             answer = await steps.take_last()
-        finally:
-            steps.close()
         assert isinstance(answer, Answer)
         return answer.chat_result()
 
@@ -224,15 +223,12 @@ class ChatCacheCraft(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        steps = Steps(self._answer(messages, stop, kwargs))
-        try:
+        with closing(Steps(self._answer(messages, stop, kwargs))) as steps:
             while (item := await steps.take()) is not None:
                 chunk = _chunk(item)
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
-        finally:
-            steps.close()
 
     def _answer(
         self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]
@@ -241,13 +237,14 @@ class ChatCacheCraft(BaseChatModel):
         options = CallOptions.of(self, given)
         engine = self.get_engine(options.model)
         if self.auto_register:
-            engine.register(artifact_texts(messages))
+            engine.register(artifact_texts(messages), self.namespace)
         prompt = RagPrompt.from_messages(chat_messages(messages))
         started = time.monotonic()
         stream = engine.stream(
             prompt,
             reuse=options.reuse,
             recompute=options.recompute(engine.config.recompute),
+            namespace=self.namespace,
             stop=self.stop if stop is None else stop,
             **options.sampling(),
         )
@@ -257,14 +254,10 @@ class ChatCacheCraft(BaseChatModel):
                 if options.timeout is not None and time.monotonic() - started > options.timeout:
                     raise TimeoutError(f"timeout: the answer was not complete after {options.timeout} s")
             result = stream.result
-        yield Answer(result, options.model, stored_tokens(engine, prompt, result.stats))
-
-    def _config(self) -> EngineConfig:
-        config = self.engine_config or EngineConfig()
-        return config if self.namespace is None else config.model_copy(update={"namespace": self.namespace})
+        yield Answer(result, options.model)
 
     def _engine_key(self, model: str) -> EngineKey:
-        return EngineKey(model, self.dtype, self.device, self._config())
+        return EngineKey(model, self.dtype, self.device, self.engine_config or EngineConfig())
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo
@@ -275,12 +268,12 @@ class ChatCacheCraft(BaseChatModel):
         state = super().__getstate__()
         if self.engine is None:
             return state
-        return {**state, "__dict__": {**state["__dict__"], "engine": ENGINES.token_of(self.engine)}}
+        return {**state, "__dict__": {**state["__dict__"], "engine": ENGINE_IDS.id_of(self.engine)}}
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        token = state["__dict__"]["engine"]
-        if token is not None:
-            state = {**state, "__dict__": {**state["__dict__"], "engine": ENGINES.by_token(token)}}
+        engine_id = state["__dict__"]["engine"]
+        if engine_id is not None:
+            state = {**state, "__dict__": {**state["__dict__"], "engine": ENGINE_IDS.engine_of(engine_id)}}
         super().__setstate__(state)
         if self.auto_register:
             install()

@@ -13,7 +13,9 @@ from weakref import ref
 
 import pytest
 
+from cachecraft_rag import CacheCraftEngine, EngineConfig
 from llama_index.llms.cachecraft import CacheCraftLLM
+from tests.conftest import passage
 from tests.tiny_models import make
 from tests.tiny_tokenizers import byte_level
 
@@ -30,9 +32,9 @@ def test_the_model_is_loaded_at_the_first_use(tiny_folder: str) -> None:
 
 def test_llms_of_the_same_model_and_settings_share_an_engine(tiny_folder: str) -> None:
     first = CacheCraftLLM(model=tiny_folder)
-    same = CacheCraftLLM(model=tiny_folder, temperature=0.5, max_new_tokens=3, stop=["x"], recompute_ratio=0.5)
+    same = CacheCraftLLM(model=tiny_folder, temperature=0.5, max_new_tokens=3, stop=["x"], namespace="b")
     assert same.engine is first.engine
-    for fields in ({"namespace": "b"}, {"context_window": 100}, {"dtype": "bfloat16"}):
+    for fields in ({"context_window": 100}, {"dtype": "bfloat16"}):
         assert CacheCraftLLM(model=tiny_folder, **fields).engine is not first.engine
     first.close()
 
@@ -66,19 +68,43 @@ def test_an_engine_goes_with_the_last_llm_that_uses_it(tiny_folder: str) -> None
     assert engine() is None
 
 
-def test_a_copy_with_another_namespace_gets_another_engine(tiny_folder: str) -> None:
-    llm = CacheCraftLLM(model=tiny_folder)
+def test_an_llm_whose_engine_another_one_closed_loads_it_again(tiny_folder: str) -> None:
+    first, second = CacheCraftLLM(model=tiny_folder, max_new_tokens=2), CacheCraftLLM(model=tiny_folder)
+    assert second.engine is first.engine
+    second.close()
+    assert not first.is_loaded
+    assert first.complete("Hello").text
+    first.close()
+
+
+def test_a_copy_with_another_namespace_shares_the_engine_and_no_chunk(tiny_folder: str) -> None:
+    llm = CacheCraftLLM(model=tiny_folder, max_new_tokens=2)
     other = llm.model_copy(update={"namespace": "b"})
-    assert other.engine.config.namespace == "b"
-    assert llm.engine.config.namespace == "default"
+    assert other.engine is llm.engine
+    llm.engine.warm([passage(1)])
+    assert _hits(llm) == 1
+    llm.engine.register([passage(1)], "b")
+    assert [_hits(one) for one in (other, other, llm)] == [0, 1, 1]
+    assert [llm.engine.invalidate(namespace=name) for name in ("a", "b")] == [0, 1]
     llm.close()
 
 
-def test_a_given_engine_refuses_another_namespace_later(make_llm: Callable[..., CacheCraftLLM]) -> None:
-    llm = make_llm()
-    llm.namespace = "b"
-    with pytest.raises(ValueError, match="namespace: 'b', but the given engine has 'default'"):
-        llm.complete("Hello")
+def test_a_given_engine_serves_any_namespace(make_llm: Callable[..., CacheCraftLLM]) -> None:
+    engine = make_llm().engine
+    llm = make_llm(engine=engine, namespace="b")
+    engine.register([passage(1)], "b")
+    assert [_hits(llm), _hits(llm)] == [0, 1]
+    llm.namespace = "c"
+    engine.register([passage(1)], "c")
+    assert _hits(llm) == 0
+    config = EngineConfig(namespace="own")
+    assert CacheCraftLLM(engine=CacheCraftEngine(engine.model, engine.tokenizer, config)).namespace == "own"
+
+
+def _hits(llm: CacheCraftLLM) -> int:
+    """Chunks that one answer takes from the store."""
+    hits: int = llm.complete(f"{passage(1)} Why?").raw["cachecraft"]["chunk_hits"]
+    return hits
 
 
 def test_a_deep_copy_shares_the_engine(llm: CacheCraftLLM) -> None:

@@ -291,7 +291,6 @@ def test_wrong_fields_are_refused_by_name(make_llm: Callable[..., CacheCraftLLM]
         ({"hf_model": engine.model}, "tokenizer: give hf_model and tokenizer together"),
         ({"model": "a", "tokenizer": engine.tokenizer}, "tokenizer: give hf_model and tokenizer together"),
         ({"engine": engine, "dtype": "float32"}, "dtype: 'float32' has no effect"),
-        ({"engine": engine, "namespace": "b"}, "namespace: 'b', but the given engine has 'default'"),
         ({"engine": engine, "context_window": 99}, "context_window: 99, but the given engine has None"),
         ({"model": "a", "temprature": 0.5}, "temprature"),
         ({"model": "a", "temperature": -0.5}, "temperature"),

@@ -290,7 +290,7 @@ def test_the_span_handler_is_installed_once(make_llm: Callable[..., CacheCraftLL
 def test_a_failure_to_register_is_logged_and_the_query_goes_on(
     llm: CacheCraftLLM, retriever: ListRetriever, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(texts: Any) -> int:
+    def broken(texts: Any, namespace: str) -> int:
         raise RuntimeError("registry is broken")
 
     monkeypatch.setattr(llm.engine, "register", broken)

@@ -170,7 +170,7 @@ def test_a_chat_model_without_automatic_registration_learns_nothing(model_folder
     for _ in range(2):
         chain.invoke(QUESTIONS[0], config={"callbacks": [recorder]})
     assert recorder.figures("chunk_hits") == recorder.figures("chunk_misses") == [0, 0]
-    chat.get_engine().register([passage(1)])
+    chat.get_engine().register([passage(1)], "manual")
     chain.invoke(QUESTIONS[0], config={"callbacks": [recorder]})
     assert recorder.figures("chunk_misses")[-1] == 1
     chat.close()

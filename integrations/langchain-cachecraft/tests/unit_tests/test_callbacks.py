@@ -10,37 +10,26 @@ import pytest
 from langchain_core.callbacks import CallbackManager
 from langchain_core.documents import Document
 
-from cachecraft_rag import CacheCraftEngine
+from cachecraft_rag import CacheCraftEngine, ChunkFeed
 from langchain_cachecraft import CacheCraftCallbackHandler, ChatCacheCraft
 from langchain_cachecraft.callbacks import RETRIEVED
 from tests.conftest import passage
 
 
-def knows(engine: CacheCraftEngine, text: str) -> bool:
-    return engine.register([text]) == 0
-
-
-def retrieve(handler: CacheCraftCallbackHandler, *texts: str) -> None:
-    handler.on_retriever_end([Document(text) for text in texts], run_id=uuid4())
-
-
-def test_a_subscriber_gets_what_is_retrieved(engine: CacheCraftEngine) -> None:
+def test_what_a_retriever_returns_is_registered_where_somebody_subscribed(engine: CacheCraftEngine) -> None:
     handler = CacheCraftCallbackHandler()
-    handler.subscribe(engine)
-    retrieve(handler, passage(1), passage(2))
-    assert knows(engine, passage(1))
-    assert knows(engine, passage(2))
-    assert not knows(engine, passage(3))
+    handler.on_retriever_end([Document(passage(1))], run_id=uuid4())
+    handler.feed.subscribe(engine, "a")
+    handler.on_retriever_end([Document(passage(2)), Document(passage(3))], run_id=uuid4())
+    assert engine.register([passage(number) for number in range(1, 5)], "a") == 1
 
 
-def test_a_late_subscriber_gets_the_latest_texts(engine: CacheCraftEngine) -> None:
-    handler = CacheCraftCallbackHandler(max_texts=2)
-    retrieve(handler, passage(1), passage(2))
-    retrieve(handler, passage(1), passage(3))
-    handler.subscribe(engine)
-    assert knows(engine, passage(1))
-    assert knows(engine, passage(3))
-    assert not knows(engine, passage(2))
+def test_handlers_may_share_a_feed(engine: CacheCraftEngine) -> None:
+    feed = ChunkFeed()
+    feed.subscribe(engine)
+    for number in (1, 2):
+        CacheCraftCallbackHandler(feed).on_retriever_end([Document(passage(number))], run_id=uuid4())
+    assert engine.register([passage(1), passage(2)]) == 0
 
 
 def test_a_broken_document_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from langchain_core.runnables import ConfigurableField
 
 from cachecraft_rag import CacheCraftEngine, EngineConfig
 from langchain_cachecraft import ChatCacheCraft
+from tests.conftest import passage
 
 
 def test_making_a_chat_model_loads_nothing() -> None:
@@ -61,7 +62,6 @@ def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], message: str) ->
         ({"dtype": "float32"}, "dtype: can't be given together with a ready engine"),
         ({"device": "cpu"}, "device: can't be given"),
         ({"engine_config": EngineConfig()}, "engine_config: can't be given"),
-        ({"namespace": "other"}, "namespace: 'other' is not the engine's, which is 'default'"),
     ],
 )
 def test_what_a_ready_engine_has_already_is_refused(
@@ -85,11 +85,22 @@ def test_a_ready_engine_stays_open(engine: CacheCraftEngine) -> None:
     assert chat.invoke("hi").content
 
 
-def test_the_namespace_replaces_that_of_the_engine_settings(model_folder: str) -> None:
+def test_chat_models_of_several_namespaces_share_one_engine(model_folder: str) -> None:
     config = EngineConfig(namespace="a", max_new_tokens=5)
-    chat = ChatCacheCraft(model=model_folder, engine_config=config, namespace="b")
-    assert chat.get_engine().config == EngineConfig(namespace="b", max_new_tokens=5)
-    chat.close()
+    chats = [ChatCacheCraft(model=model_folder, engine_config=config, namespace=name) for name in (None, "b", "c")]
+    chats.append(chats[0].model_copy(update={"namespace": "d"}))
+    engine = chats[0].get_engine()
+    assert engine.config == config
+    assert all(chat.get_engine() is engine for chat in chats)
+    chats[1].close()
+    assert engine.is_closed
+
+
+def test_chunks_are_stored_in_the_namespace_of_the_chat_model(engine: CacheCraftEngine) -> None:
+    chat = ChatCacheCraft(engine=engine, namespace="b")
+    chat.get_engine().register([passage(1)], "b")
+    chat.invoke(f"{passage(1)}\n\nWhat ends first?")
+    assert [engine.invalidate(namespace=name) for name in (None, "a", "b")] == [0, 0, 1]
 
 
 def test_engine_settings_may_be_a_mapping() -> None:

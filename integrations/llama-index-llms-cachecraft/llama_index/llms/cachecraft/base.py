@@ -23,10 +23,10 @@ from llama_index.core.llms import (
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 
-from cachecraft_rag import AnswerStream, CacheCraftEngine, EngineConfig, RagPrompt
+from cachecraft_rag import AnswerStream, CacheCraftEngine, EngineConfig, EngineKey, RagPrompt
 from cachecraft_rag.config import PolicyName
+from cachecraft_rag.engine_pool import SHARED_ENGINES
 from llama_index.llms.cachecraft import instrumentation, responses
-from llama_index.llms.cachecraft.engines import EngineHandle, EngineSpec, engine_of, feed
 from llama_index.llms.cachecraft.messages import check_text_only, to_prompt
 from llama_index.llms.cachecraft.options import SAMPLING, call_options
 from llama_index.llms.cachecraft.streaming import aresponses_of, aresult, responses_of
@@ -92,7 +92,8 @@ class CacheCraftLLM(LLM):
     dtype: str = Field(default="auto", description="Name of a torch dtype; `auto` takes the checkpoint's.")
     device: str | None = Field(default=None, description="Where to run; None takes the first GPU, else the CPU.")
 
-    _handle: EngineHandle = PrivateAttr()
+    _engine: CacheCraftEngine | None = PrivateAttr(default=None)  # held, since the pool lets go of unused engines
+    _is_given: bool = PrivateAttr(default=False)
 
     def __init__(
         self,
@@ -116,13 +117,12 @@ class CacheCraftLLM(LLM):
         name = model if model is not None else _name(engine.model if engine is not None else hf_model)
         super().__init__(**{**fields, "model": name})
         if hf_model is not None:
-            engine = engine_of(hf_model, tokenizer, self._engine_config)
-        self._handle = EngineHandle(engine)
-        if engine is not None:
-            self._handle.get(self._spec)  # refuses fields that contradict the engine's config
+            engine = SHARED_ENGINES.over(hf_model, tokenizer, self._key.config)
+        self._engine, self._is_given = engine, engine is not None
         if self.auto_register:
-            feed(self._handle)
             instrumentation.install()
+        if self._is_given:
+            self._ready_engine()  # refuses fields that contradict the engine's config
 
     @classmethod
     def class_name(cls) -> str:
@@ -131,13 +131,17 @@ class CacheCraftLLM(LLM):
 
     @property
     def engine(self) -> CacheCraftEngine:
-        """The engine; loads the model at the first use."""
-        return self._handle.get(self._spec)
+        """The engine; loads the model at the first use.
+
+        LLM objects of other namespaces have the same engine: with a ``namespace`` of your own, name it in calls of
+        ``warm``, ``register`` and ``invalidate``.
+        """
+        return self._ready_engine()
 
     @property
     def is_loaded(self) -> bool:
         """Whether the engine is at hand; it is loaded at the first use."""
-        return bool(self._handle.engines)
+        return self._engine is not None and (self._is_given or not self._engine.is_closed)
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -155,7 +159,12 @@ class CacheCraftLLM(LLM):
 
     def close(self) -> None:
         """Close the engine, also for other LLM objects that share it; a model given by name loads again on use."""
-        self._handle.close()
+        if self._is_given:
+            assert self._engine is not None
+            self._engine.close()
+        else:
+            SHARED_ENGINES.close(self._key)
+            self._engine = None
 
     def to_payload(self) -> dict[str, Any]:
         """What events say about this LLM; never loads the model, because events are sent on the event loop."""
@@ -237,8 +246,11 @@ class CacheCraftLLM(LLM):
     def _open(self, prompt: RagPrompt, given: dict[str, Any]) -> AnswerStream:
         """The one way into the engine; undecorated, so that a call sends one pair of events whatever path it takes."""
         options = call_options(self.__dict__, given)
-        recompute = options.recompute_config(self.engine.config.recompute)
-        return self.engine.stream(prompt, reuse=options.reuse, recompute=recompute, **options.sampling)
+        engine = self.engine
+        recompute = options.recompute_config(engine.config.recompute)
+        return engine.stream(
+            prompt, reuse=options.reuse, recompute=recompute, namespace=self.namespace, **options.sampling
+        )
 
     def _with_system_prompt(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Add ``system_prompt`` unless the chat brings a system message, as LlamaIndex's ``predict`` makes it."""
@@ -246,19 +258,35 @@ class CacheCraftLLM(LLM):
         is_missing = bool(self.system_prompt) and roles.isdisjoint({MessageRole.SYSTEM, MessageRole.DEVELOPER})
         return self._extend_messages(list(messages)) if is_missing else list(messages)
 
-    @property
-    def _engine_config(self) -> EngineConfig:
-        return EngineConfig(namespace=self.namespace, context_window=self.context_window)
+    def _ready_engine(self) -> CacheCraftEngine:
+        if not self._is_given:
+            self._engine = SHARED_ENGINES.get(self._key)
+        engine = self._engine
+        assert engine is not None
+        if self._is_given and self.context_window != engine.config.context_window:
+            has = engine.config.context_window
+            raise ValueError(
+                f"context_window: {self.context_window!r}, but the given engine has {has!r}; set it in its config"
+            )
+        if self.auto_register:
+            instrumentation.CHUNKS.subscribe(engine, self.namespace)
+        return engine
 
     @property
-    def _spec(self) -> EngineSpec:
-        return EngineSpec(self.model, self.dtype, self.device, self._engine_config)
+    def _key(self) -> EngineKey:
+        return EngineKey(self.model, self.dtype, self.device, EngineConfig(context_window=self.context_window))
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> CacheCraftLLM:
+        memo = {} if memo is None else memo
+        memo[id(self._engine)] = self._engine  # weights and chunks stay where they are
+        return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._handle.is_given:
+        if self._is_given:
             raise TypeError("a CacheCraftLLM made from ready objects can't be pickled; name its model instead")
-        # LlamaIndex takes what can't be pickled out of the very dictionary it is handed.
-        state: dict[str, Any] = LLM.__getstate__(self.model_copy())
+        clean = self.model_copy()  # LlamaIndex takes what can't be pickled out of the very dictionary it is handed
+        clean._engine = None
+        state: dict[str, Any] = LLM.__getstate__(clean)
         return state
 
 

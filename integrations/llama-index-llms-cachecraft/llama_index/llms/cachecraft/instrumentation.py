@@ -16,13 +16,16 @@ from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import MetadataMode
 
-from llama_index.llms.cachecraft.engines import register_chunks
+from cachecraft_rag import ChunkFeed
 
 logger = logging.getLogger(__name__)
 
 # CitationQueryEngine numbers its nodes inside their text, so the label depends on the rank and not on the chunk.
 _CITATION_LABEL = re.compile(r"\ASource \d+:\s*\n")
 _install_lock = threading.Lock()
+
+CHUNKS = ChunkFeed()
+"""Every chunk text that passes through LlamaIndex in this process, for the engines of the LLMs that want them."""
 
 
 class CacheCraftSpanHandler(BaseSpanHandler[BaseSpan]):
@@ -84,7 +87,7 @@ def install() -> None:
 def _register(nodes: Iterable[Any] | None) -> None:
     """Register nodes; the dispatcher drops exceptions without a word, so they are logged here."""
     try:
-        register_chunks(_chunk_text(node) for node in nodes or ())
+        CHUNKS.add(_chunk_text(node) for node in nodes or ())
     except Exception:
         logger.exception("chunks could not be registered; prompts that hold them are prefilled in full")
 

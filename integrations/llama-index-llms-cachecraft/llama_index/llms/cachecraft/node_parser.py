@@ -13,14 +13,13 @@ from llama_index.core.node_parser.interface import TextSplitter
 from llama_index.core.node_parser.node_utils import build_nodes_from_splits, default_id_func
 from llama_index.core.schema import BaseNode, Document, MetadataMode, TextNode
 from llama_index.core.utils import get_tqdm_iterable
-from transformers import AutoTokenizer
 
 from cachecraft_rag.keys import digest, tokenizer_fingerprint
-from cachecraft_rag.model_loader import resolve
+from cachecraft_rag.model_loader import load_tokenizer
 from cachecraft_rag.prompt import PromptEncoder
 from cachecraft_rag.splitting import ChunkSplitter
 from llama_index.llms.cachecraft.base import CacheCraftLLM
-from llama_index.llms.cachecraft.engines import register_chunks
+from llama_index.llms.cachecraft.instrumentation import CHUNKS
 
 TOKENS_KEY = "cachecraft_tokens"
 
@@ -122,7 +121,7 @@ class CacheAlignedNodeParser(TextSplitter):
                 node.excluded_llm_metadata_keys = [*node.excluded_llm_metadata_keys, TOKENS_KEY]
                 node.excluded_embed_metadata_keys = [*node.excluded_embed_metadata_keys, TOKENS_KEY]
                 parsed.append(node)
-            register_chunks(texts)
+            CHUNKS.add(texts)
         return parsed
 
     def _postprocess_parsed_nodes(self, nodes: list[BaseNode], parent_doc_map: dict[str, Document]) -> list[BaseNode]:
@@ -169,7 +168,7 @@ class CacheAlignedNodeParser(TextSplitter):
                 raise ValueError(
                     "model: '' names no tokenizer; the one that was given is lost, use from_tokenizer again"
                 )
-            tokenizer = AutoTokenizer.from_pretrained(resolve(self.model))
+            tokenizer = load_tokenizer(self.model)
             if self.tokenizer_fingerprint not in ("", tokenizer_fingerprint(tokenizer)):
                 raise ValueError(f"model: {self.model!r} has another tokenizer than the one this parser was made with")
             self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""Generators run from an event loop."""
+"""Iterators run from an event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Generator
 
 import pytest
 
-from langchain_cachecraft.steps import Steps
+from cachecraft_rag.steps import Steps
 
 WAIT_S = 20
 
@@ -85,3 +85,39 @@ def test_closing_before_the_first_step_is_harmless() -> None:
     steps.close()
     steps.close()
     assert numbers.count == 0
+
+
+async def test_the_event_loop_runs_during_a_step() -> None:
+    numbers = Numbers(is_open=False)
+    task = asyncio.create_task(Steps(numbers()).take())
+    await asyncio.to_thread(numbers.entered.wait, WAIT_S)
+    assert not task.done()
+    numbers.gate.set()  # only a free loop gets here
+    assert await task == 1
+
+
+async def test_a_step_that_fails_after_closing_closes_the_iterator_too() -> None:
+    class Broken:
+        """Not a generator: an exception doesn't end it by itself."""
+
+        def __init__(self) -> None:
+            self.gate, self.entered, self.ended = threading.Event(), threading.Event(), threading.Event()
+
+        def __next__(self) -> int:
+            self.entered.set()
+            assert self.gate.wait(WAIT_S)
+            raise LookupError("broken")
+
+        def close(self) -> None:
+            self.ended.set()
+
+    broken = Broken()
+    steps = Steps(broken)
+    task = asyncio.create_task(steps.take())
+    await asyncio.to_thread(broken.entered.wait, WAIT_S)
+    steps.close()
+    assert not broken.ended.is_set()
+    broken.gate.set()
+    with pytest.raises(LookupError, match="broken"):
+        await task
+    assert broken.ended.is_set()
