@@ -1,6 +1,6 @@
 """Questions over the sample contracts in one LlamaIndex pipeline, answered three ways.
 
-    python cookbooks/demo.py [--model FOLDER_OR_HUB_ID] [--questions 10]
+    python cookbooks/demo.py [--model FOLDER_OR_HUB_ID] [--questions 8]
 
 Full prefill reads the whole prompt for every question, as a plain model does. First sight meets every chunk for the
 first time. Warm finds the chunks in the cache. The pipeline is the same each time: FAISS and MiniLM find the chunks,
@@ -161,7 +161,7 @@ def main() -> None:
     """Run the demo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="folder, alias or hub id (default: %(default)s)")
-    parser.add_argument("--questions", type=int, default=10, help="how many questions (default: %(default)s)")
+    parser.add_argument("--questions", type=int, default=8, help="how many questions (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=4, help="chunks per question (default: %(default)s)")
     parser.add_argument("--recompute-ratio", type=float, default=None, help="default: the engine's")
     arguments = parser.parse_args()
@@ -169,8 +169,9 @@ def main() -> None:
 
     console = Console(width=160)
     console.print(f"loading {arguments.model} ...")
-    cached = CacheCraftLLM(model=arguments.model, max_new_tokens=32, recompute_ratio=arguments.recompute_ratio)
-    plain = CacheCraftLLM(engine=cached.engine, max_new_tokens=32, reuse=False)
+    options = {"max_new_tokens": 32, "stop": ["\n"]}  # one line: the template asks for a phrase
+    cached = CacheCraftLLM(model=arguments.model, recompute_ratio=arguments.recompute_ratio, **options)
+    plain = CacheCraftLLM(engine=cached.engine, reuse=False, **options)
     index = build_index(cached)
     llms = {"full": plain, "cached": cached}
     questions = pick_questions(arguments.questions)
