@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -17,6 +18,10 @@ PolicyName = Literal[
     "question_deviation",
     "question_sensitivity",
 ]
+
+Precision = Literal["model", "k16v8", "int8", "int4"]
+Compression = Literal["none", "zstd"]
+EvictionPolicyName = Literal["lru", "lfu", "saving"]
 
 _UNITS = {
     "": 1,
@@ -104,25 +109,90 @@ class SamplingConfig(_Settings):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
+    @classmethod
+    def of(cls, max_new_tokens: int, options: Mapping[str, Any]) -> SamplingConfig:
+        """Settings of one call; options left at ``None`` keep their default, one stop text may be given alone."""
+        given = {name: value for name, value in options.items() if value is not None}
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        return cls(**{"max_new_tokens": max_new_tokens, **given})
 
-class TierConfig(_Settings):
-    """One tier of the store.
+
+class MemoryTierConfig(_Settings):
+    """A tier in memory.
 
     Attributes:
         size: Byte budget; an integer or text such as ``"4GiB"``.
+        policy: Which entries go first when it is full: least recently used, least frequently used (aged), or those
+            that save least computation per byte.
+        precision: What entries are kept in; everything but ``"model"`` loses some accuracy.
+        ttl_s: Seconds without use after which an entry is gone; ``None`` keeps it.
+        demote_after_s: Seconds without use after which an entry is lowered to int4 when room is short, before others
+            are dropped; ``None`` never lowers.
     """
 
     size: ByteSize = 4 * 2**30
+    policy: EvictionPolicyName = "lru"
+    precision: Precision = "model"
+    ttl_s: float | None = Field(default=None, gt=0)
+    demote_after_s: float | None = Field(default=None, gt=0)
+
+
+class DiskTierConfig(_Settings):
+    """A tier of files that outlives the process and may be shared by several.
+
+    Attributes:
+        path: Folder; made when it is missing.
+        size: Byte budget over all processes.
+        policy: As in memory.
+        precision: What entries are written in.
+        compression: ``"zstd"`` compresses after sorting bytes by their place in a number.
+        ttl_s: Seconds without use after which an entry is gone.
+    """
+
+    path: str = Field(min_length=1)
+    size: ByteSize = 16 * 2**30
+    policy: EvictionPolicyName = "lru"
+    precision: Precision = "model"
+    compression: Compression = "none"
+    ttl_s: float | None = Field(default=None, gt=0)
+
+
+class RemoteTierConfig(_Settings):
+    """A tier in Redis or Valkey, shared by many processes and machines.
+
+    Attributes:
+        url: ``redis://``, ``rediss://`` (TLS) or ``redis+cluster://``.
+        size: Byte budget; ``None`` leaves it to the server.
+        precision: What entries are sent in.
+        compression: As on disk.
+        ttl_s: Seconds without use after which an entry is gone; ``None`` keeps it.
+    """
+
+    url: str = Field(min_length=1)
+    size: ByteSize | None = None
+    precision: Precision = "model"
+    compression: Compression = "none"
+    ttl_s: float | None = Field(default=3600.0, gt=0)
 
 
 class StoreConfig(_Settings):
-    """The tiers of the chunk store.
+    """The tiers of the chunk store, fastest first; each may be given as a plain dict.
 
     Attributes:
         cold: Host memory.
+        disk: Files; ``None`` for no such tier.
+        remote: Redis or Valkey; ``None`` for no such tier.
+        master_key: Encrypts disk and remote, with a key of its own for every namespace: bytes, the path of a key file,
+            or ``"env:NAME"`` for an environment variable; ``None`` stores entries in the clear.
+        admit_after: Uses after which an entry is written to disk and remote; being computed is the first.
     """
 
-    cold: TierConfig = TierConfig()
+    cold: MemoryTierConfig = MemoryTierConfig()
+    disk: DiskTierConfig | None = None
+    remote: RemoteTierConfig | None = None
+    master_key: bytes | str | None = Field(default=None, repr=False)
+    admit_after: int = Field(default=1, ge=1)
 
 
 class EngineConfig(_Settings):

@@ -17,7 +17,7 @@ from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig
 from cachecraft_rag.decode import PlainDecoder, buffer_decoder, decode, end_of_sequence_ids
 from cachecraft_rag.detokenizer import Detokenizer
 from cachecraft_rag.errors import PromptTooLongError
-from cachecraft_rag.library import ChunkLibrary
+from cachecraft_rag.library import ChunkLibrary, as_texts
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.model_loader import context_window, load
 from cachecraft_rag.model_state import ModelState
@@ -28,7 +28,8 @@ from cachecraft_rag.request import Request
 from cachecraft_rag.result import AnswerStream, FinishReason, GenerationResult
 from cachecraft_rag.sampling import Sampler
 from cachecraft_rag.selection import POLICIES
-from cachecraft_rag.store import ChunkStore, MemoryStore
+from cachecraft_rag.store import ChunkStore
+from cachecraft_rag.store.build import open_store
 from cachecraft_rag.verify import VerifyReport, verify
 
 
@@ -59,7 +60,7 @@ class CacheCraftEngine:
         self._adapter = ModelAdapter(model)
         self._state = ModelState(model)
         self._capability = probe(self._adapter)
-        store = store if store is not None else MemoryStore(self.config.store.cold.size, name="cold")
+        store = store if store is not None else open_store(self.config.store)
         self.library = ChunkLibrary(self._adapter, self._state, self.prompts, self.config, store)
         self.context_window = self.config.context_window or context_window(self._adapter.config, tokenizer)
         self.fallback_reason = self._capability.reason
@@ -158,9 +159,11 @@ class CacheCraftEngine:
         started = time.perf_counter()
         if self._is_closed:
             raise RuntimeError("this engine is closed; make a new one")
-        if isinstance(sampling.get("stop"), str):
-            sampling["stop"] = (sampling["stop"],)
-        settings = SamplingConfig(**{"max_new_tokens": self.config.max_new_tokens, **_given(sampling)})
+        if not isinstance(prompt, RagPrompt):
+            raise TypeError(
+                f"prompt: {type(prompt).__name__} is no RagPrompt; see RagPrompt.from_text and from_messages"
+            )
+        settings = SamplingConfig.of(self.config.max_new_tokens, sampling)
         namespace = self._namespace(namespace)
         self.library.register(prompt.chunks, namespace)
         encoded = self.prompts.encode(prompt, self.library.registry, namespace)
@@ -190,8 +193,7 @@ class CacheCraftEngine:
         Returns:
             How many chunks were computed; those already stored are left alone.
         """
-        texts = list(texts)
-        namespace = self._namespace(namespace)
+        texts, namespace = as_texts(texts), self._namespace(namespace)
         self.library.register(texts, namespace)
         reason = self._reason(0)
         if reason is not None:
@@ -213,7 +215,7 @@ class CacheCraftEngine:
         Returns:
             How many stored entries were dropped.
         """
-        return self.library.invalidate(None if texts is None else list(texts), self._namespace(namespace))
+        return self.library.invalidate(None if texts is None else as_texts(texts), self._namespace(namespace))
 
     def verify(self) -> VerifyReport:
         """Measure the identities that reuse rests on.
@@ -280,7 +282,7 @@ class CacheCraftEngine:
         ratio = {"none": 0.0, "all": 1.0}.get(policy.name, request.recompute.ratio)
         with request.timed("load_s"):
             request.chunks = self.library.look_up(request.encoded, request.namespace)
-            request.count_lookups(self.store.name)
+            request.count_lookups()
         spans = [(span.start, span.end) for span in request.encoded.spans]
         stored = [chunk.chunk_kv is not None for chunk in request.chunks]
         exact = [chunk.is_exact for chunk in request.chunks]
@@ -343,8 +345,3 @@ class CacheCraftEngine:
         if reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(f"prompts are prefilled in full: {reason}", UserWarning, stacklevel=3)
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Options without those left at ``None``, which stand for the default."""
-    return {name: value for name, value in options.items() if value is not None}

@@ -34,12 +34,14 @@ class RequestChunk:
         exact_key: Key of its KV behind exactly the tokens that precede it in this request.
         key: Key of the entry that is used: the exact one, or the one behind the canonical prefix.
         chunk_kv: The KV that is used; ``None`` until it is loaded or computed.
+        tier: Name of the tier it was found in; ``None`` when it was not stored.
     """
 
     token_ids: tuple[int, ...]
     exact_key: ChunkKey
     key: ChunkKey
     chunk_kv: ChunkKV | None = None
+    tier: str | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -74,7 +76,8 @@ class ChunkLibrary:
         self.store = store
         self._adapter, self._state, self._prompts, self._config = adapter, state, prompts, config
         self._tokenizer_fingerprint = tokenizer_fingerprint(prompts.tokenizer)
-        self._encoders: dict[str, ChunkEncoder] = {}
+        self._fingerprint = ""
+        self._encoder = self._new_encoder()
 
     def register(self, texts: Iterable[str], namespace: str) -> int:
         """Look for these texts in later prompts of the namespace; returns how many are new."""
@@ -82,7 +85,7 @@ class ChunkLibrary:
 
     def warm(self, texts: Sequence[str], namespace: str, show_progress: bool) -> int:
         """Compute and store what is not stored yet, sensitivity included; returns how many chunks were computed."""
-        keys, encoder = self._keys(namespace), self._encoder()
+        keys, encoder = self._keys(namespace), self._encoder
         computed = 0
         for text in tqdm(texts, desc="chunks", unit="chunk", disable=not show_progress):
             token_ids = self._prompts.encode_chunk(text.strip())
@@ -106,7 +109,8 @@ class ChunkLibrary:
 
         An entry whose token ids differ (a hash collision) is removed and counts as missing.
         """
-        keys, canonical = self._keys(namespace), self._encoder().context
+        keys = self._keys(namespace)
+        canonical = self._encoder.context
         token_ids = np.asarray(encoded.token_ids, dtype=np.int32)
         chunks = []
         for span in encoded.spans:
@@ -115,11 +119,11 @@ class ChunkLibrary:
             canonical_key = ChunkKey(exact_key.namespace, exact_key.chunk, canonical)
             chunk = RequestChunk(ids, exact_key, canonical_key)
             for key in dict.fromkeys((exact_key, canonical_key)):
-                chunk_kv = self.store.get(key)
-                if chunk_kv is not None and chunk_kv.matches(ids):
-                    chunk.key, chunk.chunk_kv = key, chunk_kv
+                found = self.store.get_with_tier(key)
+                if found is not None and found[0].matches(ids):
+                    chunk.key, (chunk.chunk_kv, chunk.tier) = key, found
                     break
-                if chunk_kv is not None:
+                if found is not None:
                     self.store.remove(key)
             chunks.append(chunk)
         return chunks
@@ -138,7 +142,7 @@ class ChunkLibrary:
             if planned.action is not Action.ENCODE:
                 continue
             if chunk.key not in fresh:
-                fresh[chunk.key] = self._encoder().encode(chunk.token_ids, with_sensitivity)
+                fresh[chunk.key] = self._encoder.encode(chunk.token_ids, with_sensitivity)
                 num_stored += self._keep(chunk.key, fresh[chunk.key]) * len(chunk.token_ids)
                 num_computed += len(chunk.token_ids) * (2 if with_sensitivity else 1)
             chunk.chunk_kv = fresh[chunk.key]
@@ -163,26 +167,36 @@ class ChunkLibrary:
         for chunk in chunks:
             stored = None if chunk.is_exact else self.store.get(chunk.key)
             if stored is not None and stored.sensitivity is None and stored.matches(chunk.token_ids):
-                self._keep(chunk.key, self._encoder().measure(stored))
+                self._keep(chunk.key, self._encoder.measure(stored))
 
     def close(self) -> None:
         """Release the stored KV."""
-        self._encoders.clear()
+        self._encoder = self._new_encoder()  # without the KV of its prefix
         self.store.close()
 
     def _keep(self, key: ChunkKey, chunk_kv: ChunkKV) -> bool:
         return self.store.put(key, chunk_kv.to(_HOST))
 
     def _keys(self, namespace: str) -> KeyMaker:
-        return KeyMaker(self._state.fingerprint(), self._tokenizer_fingerprint, namespace)
-
-    def _encoder(self) -> ChunkEncoder:
-        """The encoder for the model as it is now: the prefix's own KV is only right for these weights."""
+        """Keys for the model as it is now; the prefix's own KV is only right for these weights too."""
         fingerprint = self._state.fingerprint()
-        if fingerprint not in self._encoders:
-            settings = self._config.encode
-            instruction = settings.instruction if settings.behind == "prefix" else ""
-            prefix = () if settings.behind == "none" else self._prompts.head_ids(instruction)
-            neutral = self._prompts.head_ids(_NEUTRAL_PASSAGE)
-            self._encoders = {fingerprint: ChunkEncoder(self._adapter, prefix, neutral)}
-        return self._encoders[fingerprint]
+        if fingerprint != self._fingerprint:
+            self._fingerprint, self._encoder = fingerprint, self._new_encoder()
+        return KeyMaker(fingerprint, self._tokenizer_fingerprint, namespace)
+
+    def _new_encoder(self) -> ChunkEncoder:
+        settings = self._config.encode
+        instruction = settings.instruction if settings.behind == "prefix" else ""
+        prefix = () if settings.behind == "none" else self._prompts.head_ids(instruction)
+        return ChunkEncoder(self._adapter, prefix, self._prompts.head_ids(_NEUTRAL_PASSAGE))
+
+
+def as_texts(texts: Iterable[str]) -> list[str]:
+    """Several texts as a list.
+
+    Raises:
+        ValueError: It is one string, which would be read as one text per character.
+    """
+    if isinstance(texts, str):
+        raise ValueError(f"texts: {texts[:40]!r} is one string; give a list of strings")
+    return list(texts)

@@ -67,12 +67,13 @@ class ModelState:
 
     def _take_signature(self) -> object:
         """Identity, version and a few elements of every tensor: changes whenever an optimiser or a merge writes."""
-        identities, samples = [], []
+        identities: list[object] = []
+        samples: dict[torch.device, list[torch.Tensor]] = {}
         for _, tensor in self._tensors():
             version = 0 if tensor.is_inference() else tensor._version
             identities.append((tensor.data_ptr(), version, tuple(tensor.shape), tensor.dtype))
             if tensor.device.type != "meta" and tensor.numel():
                 grid = tuple(slice(None, None, max(1, size // _SAMPLES_PER_DIMENSION)) for size in tensor.shape)
-                samples.append(tensor.detach()[grid].reshape(-1).float())
-        sampled = torch.cat([sample.cpu() for sample in samples]).numpy().tobytes() if samples else b""
+                samples.setdefault(tensor.device, []).append(tensor.detach()[grid].reshape(-1).float())
+        sampled = [torch.cat(parts).cpu().numpy().tobytes() for parts in samples.values()]  # one copy per device
         return identities, sampled, self._adapters()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,13 +69,13 @@ class Request:
         finally:
             self.figures[name] = self.figures.get(name, 0.0) + time.perf_counter() - started
 
-    def count_lookups(self, tier: str) -> None:
+    def count_lookups(self) -> None:
         """Fill in hits, misses and bytes after the chunks were looked up."""
         loaded = [chunk.chunk_kv for chunk in self.chunks if chunk.chunk_kv is not None]
         self.figures |= {
             "chunk_hits": len(loaded),
             "chunk_misses": len(self.chunks) - len(loaded),
-            "hits_by_tier": {tier: len(loaded)} if loaded else {},
+            "hits_by_tier": dict(Counter(chunk.tier for chunk in self.chunks if chunk.tier is not None)),
             "bytes_loaded": sum(chunk_kv.nbytes for chunk_kv in loaded),
         }
 

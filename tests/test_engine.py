@@ -23,9 +23,9 @@ from cachecraft_rag import (
     StoreConfig,
     UnsupportedModelError,
 )
-from cachecraft_rag.keys import tensor_bytes
+from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.keys import ChunkKey, tensor_bytes
 from cachecraft_rag.selection import POLICIES
-from cachecraft_rag.store import MemoryStore
 from tests.conftest import EngineMaker, passage, prefill_logits, rag_prompt
 from tests.tiny_models import FULL_PREFILL, make
 from tests.tiny_tokenizers import byte_level, strict
@@ -35,6 +35,14 @@ def decoded(engine: CacheCraftEngine, prompt: RagPrompt) -> tuple[str, str]:
     """What the model reads, decoded, and what the template renders."""
     encoded = engine.prompts.encode(prompt, engine.library.registry)
     return engine.prompts.decode(encoded.token_ids), engine.prompts.render(prompt)
+
+
+def stored(engine: CacheCraftEngine, *numbers: int) -> dict[ChunkKey, ChunkKV]:
+    """The entries of some passages."""
+    keys = engine.library._keys("default")
+    chunks = [keys.chunk(engine.prompts.encode_chunk(passage(number))) for number in numbers]
+    found = {key: engine.store.get(key) for chunk in chunks for key in engine.store.variants(chunk)}
+    return {key: entry for key, entry in found.items() if entry is not None}
 
 
 class TestFindingChunks:
@@ -250,8 +258,7 @@ class TestFigures:
     def test_sensitivity_is_measured_after_the_answer_that_first_uses_a_chunk(self, make_engine: EngineMaker) -> None:
         engine = make_engine()
         engine.generate(rag_prompt(1, 2))
-        entries = [engine.store.get(key) for key in list(engine.store._entries)]  # type: ignore[attr-defined]
-        assert [entry.sensitivity is not None for entry in entries if entry] == [True, True]
+        assert [entry.sensitivity is not None for entry in stored(engine, 1, 2).values()] == [True, True]
 
     def test_inline_sensitivity_makes_first_sight_equal_to_later_ones(self, make_engine: EngineMaker) -> None:
         engine = make_engine(encode={"sensitivity": "inline"}, ratio=0.1)
@@ -291,15 +298,13 @@ class TestAnswers:
     def test_stored_tensors_are_unchanged_by_any_request(self, make_engine: EngineMaker) -> None:
         engine = make_engine()
         engine.warm([passage(n) for n in (1, 2, 3)])
-        store = engine.store
-        assert isinstance(store, MemoryStore)
 
         def state() -> dict[str, str]:
             return {
                 str(key): hashlib.sha256(
                     b"".join(bytes(tensor_bytes(t)) for t in (e.keys, e.values, e.sensitivity) if t is not None)
                 ).hexdigest()
-                for key, e in store._entries.items()
+                for key, e in stored(engine, 1, 2, 3).items()
             }
 
         before = state()
@@ -568,6 +573,14 @@ class TestBadInput:
         config = T5Config(vocab_size=512, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
         with pytest.raises(ValueError, match="encoder-decoder"):
             CacheCraftEngine(T5ForConditionalGeneration(config), byte_level())
+
+    def test_a_bare_string_is_refused_where_a_prompt_or_a_list_is_needed(self, make_engine: EngineMaker) -> None:
+        engine = make_engine()
+        with pytest.raises(TypeError, match="from_text"):
+            engine.generate("What ends?")  # type: ignore[arg-type]
+        for call in (engine.warm, engine.register, engine.invalidate):
+            with pytest.raises(ValueError, match="one string"):
+                call("a text of one chunk")
 
     def test_a_prompt_of_nothing_is_refused(self, make_engine: EngineMaker) -> None:
         with pytest.raises(ValueError, match="no tokens"):

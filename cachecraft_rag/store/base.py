@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
 
 from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.keys import ChunkKey
+from cachecraft_rag.store.pins import Pins
+from cachecraft_rag.store.tier_stats import TierCounters, TierStats
 
 
 class ChunkStore(ABC):
     """A place for chunk KV with a byte budget that holds at every moment.
 
-    Attributes:
+    A failure inside a tier is counted, logged once and answered as a miss: no method but the constructor raises for it.
+
+    Args:
         name: Name of the tier in statistics.
+
+    Attributes:
+        name: As given.
+        counters: What happened so far.
+        is_persistent: Whether entries outlive the process and may be seen by others.
     """
 
-    name: str
+    is_persistent: ClassVar[bool] = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counters = TierCounters(name, logging.getLogger(type(self).__module__))
+        self._pins = Pins()
 
     @abstractmethod
     def get(self, key: ChunkKey) -> ChunkKV | None:
         """The entry, which counts as a use of it; ``None`` when it is not there. Callers must not modify it."""
 
     @abstractmethod
-    def put(self, key: ChunkKey, chunk_kv: ChunkKV) -> bool:
-        """Keep an entry, replacing an older one of the same key; ``False`` when it is larger than the whole budget."""
+    def put(self, key: ChunkKey, chunk_kv: ChunkKV, *, static: bool = False, cfo: float = 0.0) -> bool:
+        """Keep an entry, replacing an older one of the same key.
+
+        Args:
+            key: Its key.
+            chunk_kv: The entry.
+            static: Exempt from any time to live, as prompts that never change are.
+            cfo: Share of its tokens that a reuse recomputes, 0.0 to 1.0; lowers what keeping it saves.
+
+        Returns:
+            ``False`` when it could not be kept: larger than the budget, too much pinned, or the tier fails.
+        """
 
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool:
@@ -32,7 +59,7 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def remove(self, key: ChunkKey) -> bool:
-        """Drop an entry; ``False`` when it was not there."""
+        """Drop an entry, pinned or not; ``False`` when it was not there."""
 
     @abstractmethod
     def variants(self, chunk: str) -> list[ChunkKey]:
@@ -40,12 +67,17 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def clear(self, namespace: str | None = None) -> int:
-        """Drop the entries of a namespace, or all; returns how many."""
+        """Drop the entries of a namespace, or all, pinned or not; returns how many."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes held now."""
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int | None:
+        """Byte budget; ``None`` when there is none."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -55,6 +87,11 @@ class ChunkStore(ABC):
     def close(self) -> None:
         """Release everything; the store can't be used afterwards."""
 
+    def get_with_tier(self, key: ChunkKey) -> tuple[ChunkKV, str] | None:
+        """``get``, together with the name of the tier that had it."""
+        chunk_kv = self.get(key)
+        return None if chunk_kv is None else (chunk_kv, self.name)
+
     def get_many(self, keys: Sequence[ChunkKey]) -> list[ChunkKV | None]:
         """``get`` for several keys, in order."""
         return [self.get(key) for key in keys]
@@ -62,3 +99,40 @@ class ChunkStore(ABC):
     def put_many(self, entries: Iterable[tuple[ChunkKey, ChunkKV]]) -> int:
         """``put`` for several entries; returns how many were kept."""
         return sum(self.put(key, chunk_kv) for key, chunk_kv in entries)
+
+    def stats(self) -> TierStats:
+        """What the tier holds and what happened in it."""
+        return self.counters.stats(len(self), self.nbytes, self.capacity)
+
+    def relieve(self) -> int:
+        """Make room ahead of need where that costs little, off the path of a request; returns the bytes freed."""
+        return 0
+
+    def pin(self, key: ChunkKey) -> None:
+        """Keep a key from being evicted until it is unpinned as often as it was pinned; it need not be stored yet."""
+        self._pins.pin(key)
+
+    def unpin(self, key: ChunkKey) -> None:
+        """Undo one ``pin``.
+
+        Raises:
+            ValueError: The key is not pinned.
+        """
+        self._pins.unpin(key)
+
+    def pin_count(self, key: ChunkKey) -> int:
+        """How many pins hold a key."""
+        return self._pins.count(key)
+
+    @contextmanager
+    def pinned(self, keys: Iterable[ChunkKey]) -> Iterator[None]:
+        """Pin keys for the length of a ``with`` block, whichever way it ends."""
+        taken: list[ChunkKey] = []
+        try:
+            for key in keys:
+                self.pin(key)
+                taken.append(key)
+            yield
+        finally:
+            for key in taken:
+                self.unpin(key)

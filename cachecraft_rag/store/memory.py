@@ -1,72 +1,140 @@
-"""A tier in memory: least recently used entries go first."""
+"""A tier in memory, of the host or of a device: hot, warm and cold are this class with different settings."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
 
 from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store.base import ChunkStore
+from cachecraft_rag.store.evicted import Evicted
+from cachecraft_rag.store.eviction import EvictionPolicy, PolicyName, make_policy
+from cachecraft_rag.store.precision import PRECISIONS, PackedKV, Precision, pack
+
+_RELIEVED_FILL = 0.9  # share of the budget that background lowering leaves in use
+
+
+@dataclass(eq=False)
+class _Slot:
+    held: ChunkKV | PackedKV
+    used_at: float
+    static: bool
+    cfo: float
 
 
 class MemoryStore(ChunkStore):
-    """Keeps entries as they are given, on whatever device their tensors live. Thread-safe.
+    """Keeps entries in memory, and evicts by a policy. Thread-safe.
 
     Args:
         capacity_bytes: Byte budget, never exceeded.
         name: Name of the tier in statistics.
+        policy: Which entry goes first: ``"lru"``, ``"lfu"`` or ``"saving"``.
+        precision: How entries are held; ``"model"`` holds the very object that was put.
+        ttl_s: Seconds without use after which an entry is dropped; ``None`` keeps it. Static entries are exempt.
+        clock: Source of the time in seconds.
+        on_evict: Called with every entry that is pushed out; returns whether it goes on elsewhere. The tier is locked
+            meanwhile, so that no entry is ever in neither place: it must be quick, and not call this tier.
+        demote_after_s: Seconds without use after which an entry's precision is lowered, once memory is short, before
+            anything is pushed out; ``None`` never. Static entries are exempt.
+        demote_to: The precision that such entries are lowered to.
+        device: Where tensors are held; ``None`` leaves them where they are.
     """
 
-    def __init__(self, capacity_bytes: int, name: str = "cold") -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        name: str = "cold",
+        policy: PolicyName = "lru",
+        precision: Precision = "model",
+        ttl_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_evict: Callable[[Evicted], bool] | None = None,
+        demote_after_s: float | None = None,
+        demote_to: Precision = "int4",
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(name)
         if capacity_bytes < 0:
             raise ValueError(f"capacity_bytes: {capacity_bytes} is negative; give 0 or more bytes")
-        self.name = name
+        for field, precision_name in (("precision", precision), ("demote_to", demote_to)):
+            if precision_name not in PRECISIONS:
+                raise ValueError(f"{field}: {precision_name!r} is unknown; use one of {', '.join(PRECISIONS)}")
+        for field, seconds in (("ttl_s", ttl_s), ("demote_after_s", demote_after_s)):
+            if seconds is not None and seconds <= 0:
+                raise ValueError(f"{field}: {seconds} is not positive; give seconds above 0, or None")
         self.capacity_bytes = capacity_bytes
-        self._entries: OrderedDict[ChunkKey, ChunkKV] = OrderedDict()
+        self.on_evict, self.demote_after_s = on_evict, demote_after_s
+        self._precision, self._demote_to, self._device = precision, demote_to, device
+        self._ttl_s, self._clock = ttl_s, clock
+        self._policy: EvictionPolicy[ChunkKey] = make_policy(policy)
+        self._entries: dict[ChunkKey, _Slot] = {}
         self._variants: defaultdict[str, set[ChunkKey]] = defaultdict(set)
+        # Longest unused first; the second holds only what can still be lowered. Static entries are in neither.
+        self._aging: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._full: OrderedDict[ChunkKey, None] = OrderedDict()
         self._nbytes = 0
         self._lock = threading.Lock()
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
-        """The entry itself; it becomes the most recently used."""
+        """The entry, unpacked where it is held packed."""
+        started = time.perf_counter()
         with self._lock:
-            chunk_kv = self._entries.get(key)
-            if chunk_kv is not None:
-                self._entries.move_to_end(key)
-            return chunk_kv
+            self._expire()
+            slot = self._entries.get(key)
+            if slot is not None:
+                slot.used_at = self._clock()
+                self._policy.use(key)
+                for order in (self._aging, self._full):
+                    if key in order:
+                        order.move_to_end(key)
+                held = slot.held
+        if slot is None:
+            self.counters.count("misses")
+            return None
+        chunk_kv = held.unpack() if isinstance(held, PackedKV) else held
+        self.counters.hit(chunk_kv.num_tokens, time.perf_counter() - started)
+        return chunk_kv
 
-    def put(self, key: ChunkKey, chunk_kv: ChunkKV) -> bool:
-        """Keep an entry; older entries make room before it is counted in."""
+    def put(self, key: ChunkKey, chunk_kv: ChunkKV, *, static: bool = False, cfo: float = 0.0) -> bool:
+        """Keep an entry; others make room before it is counted in."""
+        held = self._prepared(chunk_kv)
         with self._lock:
-            self._drop(key)
-            if chunk_kv.nbytes > self.capacity_bytes:
-                return False
-            while self._nbytes + chunk_kv.nbytes > self.capacity_bytes:
-                self._drop(next(iter(self._entries)))
-            self._entries[key] = chunk_kv
-            self._variants[key.chunk].add(key)
-            self._nbytes += chunk_kv.nbytes
-            return True
+            self._expire()
+            is_kept = self._make_room(key, held.nbytes)
+            if is_kept:
+                self._keep(key, _Slot(held, self._clock(), static, cfo))
+            else:
+                self._drop(key)
+        return is_kept
 
     def contains(self, key: ChunkKey) -> bool:
         """Whether the entry is there."""
         with self._lock:
+            self._expire()
             return key in self._entries
 
     def remove(self, key: ChunkKey) -> bool:
         """Drop an entry."""
         with self._lock:
+            self._expire()
             return self._drop(key)
 
     def variants(self, chunk: str) -> list[ChunkKey]:
         """Keys of a chunk's entries."""
         with self._lock:
+            self._expire()
             return sorted(self._variants.get(chunk, ()), key=str)
 
     def clear(self, namespace: str | None = None) -> int:
         """Drop the entries of a namespace, or all."""
         with self._lock:
+            self._expire()
             doomed = [key for key in self._entries if namespace in (None, key.namespace)]
             return sum(self._drop(key) for key in doomed)
 
@@ -74,22 +142,130 @@ class MemoryStore(ChunkStore):
     def nbytes(self) -> int:
         """Bytes of all entries."""
         with self._lock:
+            self._expire()
             return self._nbytes
+
+    @property
+    def capacity(self) -> int:
+        """Byte budget."""
+        return self.capacity_bytes
 
     def __len__(self) -> int:
         with self._lock:
+            self._expire()
             return len(self._entries)
 
     def close(self) -> None:
         """Let go of all tensors."""
         self.clear()
 
-    def _drop(self, key: ChunkKey) -> bool:
-        chunk_kv = self._entries.pop(key, None)
-        if chunk_kv is None:
+    def unpin(self, key: ChunkKey) -> None:
+        """Undo one ``pin``."""
+        super().unpin(key)
+        with self._lock:
+            self._policy.release(key)
+
+    def relieve(self) -> int:
+        """Lower the precision of entries that are long unused while the budget is nearly used up."""
+        freed = 0
+        while True:
+            with self._lock:
+                key = self._longest_idle()
+                if key is None or self._nbytes <= _RELIEVED_FILL * self.capacity_bytes:
+                    return freed
+                held = self._entries[key].held
+            lowered = self._lowered(held)  # outside the lock: requests go on meanwhile
+            with self._lock:
+                slot = self._entries.get(key)
+                if slot is not None and slot.held is held:
+                    freed += self._replace_by(key, slot, lowered)
+
+    def _prepared(self, chunk_kv: ChunkKV) -> ChunkKV | PackedKV:
+        """The entry as it is held: on this tier's device, without the rest of a larger tensor behind it, packed."""
+        if self._device is not None:
+            chunk_kv = chunk_kv.to(self._device)
+        keys, values = _alone(chunk_kv.keys), _alone(chunk_kv.values)
+        if keys is not chunk_kv.keys or values is not chunk_kv.values:
+            chunk_kv = replace(chunk_kv, keys=keys, values=values)
+        return chunk_kv if self._precision == "model" else pack(chunk_kv, self._precision)
+
+    def _make_room(self, key: ChunkKey, nbytes: int) -> bool:
+        """Free what an entry needs beside the others; ``False``, and nothing freed, when that can't be done."""
+        old = self._entries.get(key)
+        available = self.capacity_bytes + (old.held.nbytes if old is not None else 0)
+        pinned = [self._entries[name] for name in self._pins.held() - {key} if name in self._entries]
+        if nbytes > self.capacity_bytes - sum(slot.held.nbytes for slot in pinned):
             return False
-        self._nbytes -= chunk_kv.nbytes
+        while self._nbytes + nbytes > available and (idle := self._longest_idle()) is not None:
+            slot = self._entries[idle]
+            self._replace_by(idle, slot, self._lowered(slot.held))
+        available = self.capacity_bytes + (old.held.nbytes if old is not None else 0)
+        while self._nbytes + nbytes > available:
+            victim = self._policy.victim(lambda name: name == key or name in self._pins)
+            if victim is None:  # pinned since the sum above
+                return False
+            slot = self._entries[victim]
+            self._drop(victim)
+            self.counters.count("evictions")
+            if self.on_evict is not None and self.on_evict(Evicted(victim, slot.held, slot.static, slot.cfo)):
+                self.counters.count("demotions")
+        return True
+
+    def _keep(self, key: ChunkKey, slot: _Slot) -> None:
+        old = self._entries.get(key)
+        self._nbytes += slot.held.nbytes - (old.held.nbytes if old is not None else 0)
+        self._entries[key] = slot
+        self._variants[key.chunk].add(key)
+        self._policy.add(key, slot.held.nbytes, slot.held.num_tokens * (1.0 - slot.cfo))
+        for order in (self._aging, self._full):
+            order.pop(key, None)
+            if not slot.static:
+                order[key] = None
+
+    def _drop(self, key: ChunkKey) -> bool:
+        slot = self._entries.pop(key, None)
+        if slot is None:
+            return False
+        self._nbytes -= slot.held.nbytes
+        self._policy.remove(key)
+        self._aging.pop(key, None)
+        self._full.pop(key, None)
         self._variants[key.chunk].discard(key)
         if not self._variants[key.chunk]:
             del self._variants[key.chunk]
         return True
+
+    def _expire(self) -> None:
+        if self._ttl_s is None:
+            return
+        latest = self._clock() - self._ttl_s
+        while self._aging and self._entries[key := next(iter(self._aging))].used_at <= latest:
+            self._drop(key)
+            self.counters.count("expired")
+
+    def _longest_idle(self) -> ChunkKey | None:
+        """The entry to lower next."""
+        if self.demote_after_s is None or not self._full:
+            return None
+        key = next(iter(self._full))
+        return key if self._entries[key].used_at <= self._clock() - self.demote_after_s else None
+
+    def _lowered(self, held: ChunkKV | PackedKV) -> PackedKV:
+        return held.lower(self._demote_to) if isinstance(held, PackedKV) else pack(held, self._demote_to)
+
+    def _replace_by(self, key: ChunkKey, slot: _Slot, lowered: PackedKV) -> int:
+        """Hold an entry at its lower precision where that is really smaller; returns the bytes freed."""
+        del self._full[key]
+        freed = slot.held.nbytes - lowered.nbytes
+        if freed <= 0:
+            return 0
+        slot.held = lowered
+        self._nbytes -= freed
+        self._policy.resize(key, lowered.nbytes)
+        self.counters.count("lowered")
+        return freed
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that keeps no more memory alive than its own bytes."""
+    return tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()

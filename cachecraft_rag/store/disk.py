@@ -1,0 +1,247 @@
+"""The tier on a disk: shared by processes, still there after a restart, within its budget all the time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import ClassVar
+
+from filelock import FileLock
+
+from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.errors import CorruptEntryError
+from cachecraft_rag.keys import ChunkKey
+from cachecraft_rag.store.base import ChunkStore
+from cachecraft_rag.store.codec import EntryCodec
+from cachecraft_rag.store.disk_index import DiskEntry, DiskIndex
+from cachecraft_rag.store.disk_layout import DiskLayout, EntryName, read_shards
+from cachecraft_rag.store.eviction import PolicyName
+
+_LOCK_WAIT_S = 10.0
+
+
+class DiskStore(ChunkStore):
+    """Keeps every entry as a folder of files. Safe for threads and for processes that share the path.
+
+    Writers take turns, so that the bytes of all of them stay within the budget; readers wait for nobody. The budget
+    holds for the sizes of all files, and every process must give the same one: the smallest wins.
+
+    Args:
+        path: Folder on a local file system; made when missing. Only a folder of our own inside it is touched.
+        capacity_bytes: Byte budget.
+        codec: Turns entries into bytes; the default keeps the model's dtype, uncompressed.
+        policy: Which entry goes first: ``"lru"``, ``"lfu"`` or ``"saving"``.
+        ttl_s: Seconds without use after which an entry is dropped; ``None`` keeps it. Static entries are exempt.
+        clock: Source of the time in seconds, the same for all processes.
+        name: Name of the tier in statistics.
+    """
+
+    is_persistent: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        capacity_bytes: int,
+        codec: EntryCodec | None = None,
+        policy: PolicyName = "lru",
+        ttl_s: float | None = None,
+        clock: Callable[[], float] = time.time,
+        name: str = "disk",
+    ) -> None:
+        super().__init__(name)
+        if capacity_bytes < 0:
+            raise ValueError(f"capacity_bytes: {capacity_bytes} is negative; give 0 or more bytes")
+        if ttl_s is not None and ttl_s <= 0:
+            raise ValueError(f"ttl_s: {ttl_s} is not positive; give seconds above 0, or None")
+        self.capacity_bytes = capacity_bytes
+        self._codec = EntryCodec() if codec is None else codec
+        self._ttl_s, self._clock = ttl_s, clock
+        self._layout = DiskLayout(path)
+        self._index = DiskIndex(self._layout, policy, lambda foreign: self.counters.count("corrupt"))
+        self._lock = threading.RLock()  # guards the index
+        self._writing = threading.Lock()  # one writer per process waits for the file lock
+        self._file_lock = FileLock(str(self._layout.lock_path), timeout=_LOCK_WAIT_S)
+        with self._guarded("opening"):
+            self._layout.create()
+            with self._writing, self._file_lock:
+                self._layout.remove_leftovers()
+                with self._lock:
+                    self._refresh()
+                    self._make_room(None, 0)
+
+    def get(self, key: ChunkKey) -> ChunkKV | None:
+        """The entry, read and decoded."""
+        started = time.perf_counter()
+        chunk_kv = None
+        with self._guarded("reading"):
+            chunk_kv = self._read(key)
+        if chunk_kv is None:
+            self.counters.count("misses")
+            return None
+        self.counters.hit(chunk_kv.num_tokens, time.perf_counter() - started)
+        return chunk_kv
+
+    def put(self, key: ChunkKey, chunk_kv: ChunkKV, *, static: bool = False, cfo: float = 0.0) -> bool:
+        """Write an entry; it survives a power cut once this returns ``True``."""
+        shards = self._codec.encode(key, chunk_kv)
+        name = EntryName.new(key, round(chunk_kv.num_tokens * (1.0 - cfo)), static)
+        nbytes = sum(len(shard) for shard in shards)
+        is_kept = False
+        with self._guarded("writing"):
+            self._layout.create()
+            with self._writing, self._file_lock:
+                with self._lock:
+                    self._refresh()
+                    self._delete(key)
+                    has_room = self._make_room(key, nbytes)
+                if has_room:
+                    now = self._clock()
+                    path = self._layout.publish(key, name, shards, now)  # requests go on reading meanwhile
+                    with self._lock:
+                        known = self._index.entries.get(key)
+                        if known is None or known.path != path:
+                            self._index.add(DiskEntry(key, path, name, nbytes, now))
+                    is_kept = True
+        return is_kept
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether the entry is there."""
+        is_there = False
+        with self._guarded("looking up"), self._lock:
+            is_there = self._find(key) is not None
+        return is_there
+
+    def remove(self, key: ChunkKey) -> bool:
+        """Delete an entry; one that can't be deleted is never served again by this process."""
+        is_removed = False
+        with self._guarded("removing"), self._lock:
+            is_removed = self._find(key) is not None and self._delete(key)
+        return is_removed
+
+    def variants(self, chunk: str) -> list[ChunkKey]:
+        """Keys of a chunk's entries."""
+        with self._guarded("looking up"), self._lock:
+            self._refresh()
+        with self._lock:
+            return self._index.variants(chunk)
+
+    def clear(self, namespace: str | None = None) -> int:
+        """Delete the entries of a namespace, or all."""
+        cleared = 0
+        with self._guarded("clearing"), self._lock:
+            self._refresh()
+        with self._lock:
+            for key in [key for key in self._index.entries if namespace in (None, key.namespace)]:
+                with self._guarded("clearing"):
+                    cleared += self._delete(key)
+        return cleared
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, those of other processes included."""
+        with self._guarded("measuring"), self._lock:
+            self._refresh()
+        with self._lock:
+            return self._index.nbytes
+
+    @property
+    def capacity(self) -> int:
+        """Byte budget."""
+        return self.capacity_bytes
+
+    def __len__(self) -> int:
+        with self._guarded("measuring"), self._lock:
+            self._refresh()
+        with self._lock:
+            return len(self._index.entries)
+
+    def close(self) -> None:
+        """Wait for a write under way; the entries stay on the disk."""
+        with self._writing:
+            self._file_lock.release(force=True)
+
+    def unpin(self, key: ChunkKey) -> None:
+        """Undo one ``pin``."""
+        super().unpin(key)
+        with self._lock:
+            self._index.policy.release(key)
+
+    def _read(self, key: ChunkKey) -> ChunkKV | None:
+        with self._lock:
+            entry = self._find(key)
+        if entry is None:
+            return None
+        try:
+            chunk_kv = self._codec.decode(key, read_shards(entry.path))
+        except FileNotFoundError:  # another process removed or replaced it since
+            with self._lock:
+                if self._index.entries.get(key) is entry:
+                    self._index.forget(key)
+            return None
+        except CorruptEntryError:
+            self.counters.count("corrupt")
+            with self._lock:
+                if self._index.entries.get(key) is entry:
+                    self._delete(key)
+            return None
+        now = self._clock()
+        with self._lock:
+            if self._index.entries.get(key) is entry:
+                self._index.use(entry, now)
+        with self._guarded("noting a use"), suppress(FileNotFoundError):  # evicted meanwhile
+            os.utime(entry.path, (now, now))
+        return chunk_kv
+
+    def _find(self, key: ChunkKey) -> DiskEntry | None:
+        self._index.refresh_bucket(self._layout.bucket(key))
+        self._expire()
+        return self._index.entries.get(key)
+
+    def _refresh(self) -> None:
+        self._index.refresh()
+        self._expire()
+
+    def _expire(self) -> None:
+        if self._ttl_s is None:
+            return
+        for entry in self._index.unused_since(self._clock() - self._ttl_s):
+            self._delete(entry.key)
+            self.counters.count("expired")
+
+    def _make_room(self, key: ChunkKey | None, nbytes: int) -> bool:
+        """Evict until so many bytes fit, ``False`` and nothing evicted when they never will. With the lock held."""
+        entries = self._index.entries
+        pinned = sum(entries[name].nbytes for name in self._pins.held() - {key} if name in entries)
+        if key is not None and not self._layout.namespace_folder(key.namespace).exists():
+            nbytes += len(key.namespace.encode())
+        if nbytes > self.capacity_bytes - pinned - self._index.overhead:
+            return False
+        nbytes += self._layout.temporary_bytes()
+        while self._index.nbytes + nbytes > self.capacity_bytes:
+            victim = self._index.policy.victim(lambda name: name in self._pins)
+            if victim is None:
+                return False
+            entry = entries[victim]
+            if entry.look_again():
+                self._index.use(entry, entry.used_at)
+            elif self._delete(victim):
+                self.counters.count("evictions")
+        return True
+
+    def _delete(self, key: ChunkKey) -> bool:
+        entry = self._index.entries.get(key)
+        if entry is None:
+            return False
+        self._index.forget(key)
+        return self._index.delete(entry.path)
+
+    @contextmanager
+    def _guarded(self, doing: str) -> Iterator[None]:
+        """Count and log what the file system refuses, instead of raising it."""
+        try:
+            yield
+        except OSError as error:
+            self.counters.error(doing, error)

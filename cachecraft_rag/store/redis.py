@@ -1,0 +1,240 @@
+"""The tier that many processes and machines share: Redis or Valkey."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+from urllib.parse import quote, unquote
+
+from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.errors import CorruptEntryError, StoreUnavailableError
+from cachecraft_rag.keys import ChunkKey, digest
+from cachecraft_rag.store import redis_scripts as scripts
+from cachecraft_rag.store.base import ChunkStore
+from cachecraft_rag.store.codec import EntryCodec
+from cachecraft_rag.store.redis_client import RedisClient
+
+
+class RedisStore(ChunkStore):
+    """Keeps entries in Redis under ``cachecraft:{chunk}:context@namespace`` (meta) and ``...:i`` (shards). Thread-safe.
+
+    The server drops what was not used for the time to live. With a budget, the least recently used entries of all
+    processes go first; without one, give the server a ``maxmemory``. Pins hold against evictions by this process.
+
+    Args:
+        url: ``redis://host:port/db``, ``rediss://`` (TLS), ``redis+cluster://`` or ``?cluster=true`` for a cluster.
+        codec: Turns entries into bytes; the default keeps the model's dtype, uncompressed.
+        ttl_s: Seconds without use after which an entry is dropped; ``None`` keeps it. Static entries are exempt.
+        capacity_bytes: Byte budget for the entries' bytes; ``None`` leaves it to the server.
+        name: Name of the tier in statistics.
+        prefix: What all keys begin with.
+        timeout_s: Longest wait for an answer, in seconds.
+        retry_after_s: Seconds without another attempt after the server could not be reached.
+    """
+
+    is_persistent: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        url: str,
+        codec: EntryCodec | None = None,
+        ttl_s: float | None = 3600.0,
+        capacity_bytes: int | None = None,
+        name: str = "remote",
+        prefix: str = "cachecraft",
+        timeout_s: float = 5.0,
+        retry_after_s: float = 1.0,
+    ) -> None:
+        super().__init__(name)
+        if ttl_s is not None and ttl_s < 0.001:
+            raise ValueError(f"ttl_s: {ttl_s} is not positive; give seconds above 0, or None")
+        if capacity_bytes is not None and capacity_bytes < 0:
+            raise ValueError(f"capacity_bytes: {capacity_bytes} is negative; give 0 or more bytes, or None")
+        if not prefix.isidentifier():
+            raise ValueError(f"prefix: {prefix!r} is no name; use letters, digits and underscores")
+        self._client = RedisClient(url, timeout_s, retry_after_s)
+        self._codec = EntryCodec() if codec is None else codec
+        self._ttl_ms = 0 if ttl_s is None else int(ttl_s * 1000)
+        self._capacity_bytes, self._prefix = capacity_bytes, prefix
+        self._index = [f"{prefix}:{{index}}:{part}" for part in ("uses", "until", "sizes")]
+
+    def get(self, key: ChunkKey) -> ChunkKV | None:
+        """The entry, loaded and decoded; its time to live begins anew."""
+        started = time.perf_counter()
+        chunk_kv = None
+        if not self._client.is_resting:
+            with self._guarded("reading"):
+                chunk_kv = self._read(key)
+        if chunk_kv is None:
+            self.counters.count("misses")
+            return None
+        self.counters.hit(chunk_kv.num_tokens, time.perf_counter() - started)
+        return chunk_kv
+
+    def put(self, key: ChunkKey, chunk_kv: ChunkKV, *, static: bool = False, cfo: float = 0.0) -> bool:
+        """Store an entry."""
+        if self._client.is_resting:
+            return False
+        is_kept = False
+        shards = self._codec.encode(key, chunk_kv)
+        with self._guarded("writing"):
+            is_kept = self._write(key, shards, 0 if static else self._ttl_ms)
+        return is_kept
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether the entry is there."""
+        is_there = False
+        if not self._client.is_resting:
+            with self._guarded("looking up"):
+                meta = self._client.call("get", self._names(key)[0])
+                is_there = meta is not None and _namespace(meta) == key.namespace
+        return is_there
+
+    def remove(self, key: ChunkKey) -> bool:
+        """Drop an entry. Always tried, even shortly after a failure."""
+        is_removed = False
+        with self._guarded("removing"):
+            is_removed = self._remove(key)
+        return is_removed
+
+    def variants(self, chunk: str) -> list[ChunkKey]:
+        """Keys of a chunk's entries."""
+        keys: list[ChunkKey] = []
+        with self._guarded("looking up"):
+            keys = self._variants(chunk)
+        return keys
+
+    def clear(self, namespace: str | None = None) -> int:
+        """Drop the entries of a namespace, or all, in small steps that don't hold up the server."""
+        cleared = 0
+        with self._guarded("clearing"):
+            pattern = None if namespace is None else f"*@{digest('namespace', namespace)}"
+            for member, _ in self._client.call("zscan_iter", self._index[0], match=pattern, count=500):
+                cleared += self._remove_member(member.decode())
+        return cleared
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards."""
+        return self._figures()[1]
+
+    @property
+    def capacity(self) -> int | None:
+        """Byte budget."""
+        return self._capacity_bytes
+
+    def __len__(self) -> int:
+        return self._figures()[0]
+
+    def close(self) -> None:
+        """Close the connections; the entries stay in Redis."""
+        with self._guarded("closing"):
+            self._client.close()
+
+    def _read(self, key: ChunkKey) -> ChunkKV | None:
+        found = self._client.run(scripts.GET, self._names(key), self._ttl_ms)
+        if not found or _namespace(found[0]) != key.namespace:
+            return None
+        if not self._is_indexed(key):
+            self._remove(key)  # evicted or cleared while it was being written
+            return None
+        try:
+            return self._codec.decode(key, found[1:])
+        except CorruptEntryError:
+            self.counters.count("corrupt")
+            self._remove(key)
+            return None
+
+    def _write(self, key: ChunkKey, shards: list[bytes], ttl_ms: int) -> bool:
+        nbytes = sum(len(shard) for shard in shards)
+        capacity = -1 if self._capacity_bytes is None else self._capacity_bytes
+        pinned = [_member(name) for name in self._pins.held()]
+        names = self._names(key)
+        self._client.run(scripts.REMOVE, names, _context(key))
+        # Known to the index before it is written: a process that dies in between leaves too much there, not too little.
+        victims = self._client.run(scripts.RESERVE, self._index, _member(key), nbytes, ttl_ms, capacity, *pinned)
+        if victims is None:
+            return False
+        for victim in victims:
+            self._remove_member(victim.decode())
+            self.counters.count("evictions")
+        meta = f"{len(shards)}:{key.namespace}"
+        try:
+            self._client.run(scripts.PUT, names, ttl_ms, _context(key), meta, *shards)
+        except StoreUnavailableError:
+            if not self._client.is_resting:  # refused, as when the server is full: take back the reservation
+                self._remove(key)
+            raise
+        if self._client.run(scripts.TOUCH, self._index[:2], _member(key), ttl_ms):
+            return True
+        self._remove(key)  # evicted or cleared meanwhile, when there was nothing to delete yet
+        return False
+
+    def _is_indexed(self, key: ChunkKey) -> bool:
+        """Note a use in the index; ``False`` when the entry is not in it."""
+        try:
+            return bool(self._client.run(scripts.TOUCH, self._index[:2], _member(key), self._ttl_ms))
+        except StoreUnavailableError as error:  # a full server still lets read
+            self.counters.error("noting a use", error)
+            return self._client.call("zscore", self._index[0], _member(key)) is not None
+
+    def _remove(self, key: ChunkKey) -> bool:
+        return self._remove_member(_member(key))
+
+    def _remove_member(self, member: str) -> bool:
+        """Drop an entry by its name in the index."""
+        chunk, context = member.split("+")
+        contexts = self._contexts(chunk)
+        is_removed = bool(self._client.run(scripts.REMOVE, [f"{contexts}:{context}", contexts], context))
+        with self._guarded("updating the index"):  # refused when the server is full; the entry itself is gone
+            self._client.run(scripts.FORGET, self._index, member)
+        return is_removed
+
+    def _variants(self, chunk: str) -> list[ChunkKey]:
+        contexts = self._contexts(quote(chunk, safe=""))
+        found = self._client.run(scripts.VARIANTS, [contexts], f"{contexts}:")
+        pairs = zip(found[::2], found[1::2], strict=True)
+        keys = [
+            ChunkKey(_namespace(meta), chunk, unquote(context.decode().partition("@")[0])) for context, meta in pairs
+        ]
+        return sorted(keys, key=str)
+
+    def _contexts(self, chunk: str) -> str:
+        """Name of the set of a chunk's contexts; the braces keep it in one slot with the chunk's entries."""
+        return f"{self._prefix}:{{{chunk}}}"
+
+    def _names(self, key: ChunkKey) -> list[str]:
+        """Names of an entry's meta and of its chunk's set of contexts."""
+        contexts = self._contexts(quote(key.chunk, safe=""))
+        return [f"{contexts}:{_context(key)}", contexts]
+
+    def _figures(self) -> tuple[int, int]:
+        entries = nbytes = 0
+        if not self._client.is_resting:
+            with self._guarded("measuring"):
+                entries, nbytes = self._client.run(scripts.FORGET, self._index)
+        return entries, nbytes
+
+    @contextmanager
+    def _guarded(self, doing: str) -> Iterator[None]:
+        """Count and log what fails, instead of raising it."""
+        try:
+            yield
+        except StoreUnavailableError as error:
+            self.counters.error(doing, error)
+
+
+def _context(key: ChunkKey) -> str:
+    """An entry's name among those of its chunk."""
+    return f"{quote(key.context, safe='')}@{digest('namespace', key.namespace)}"
+
+
+def _member(key: ChunkKey) -> str:
+    """An entry's name in the index."""
+    return f"{quote(key.chunk, safe='')}+{_context(key)}"
+
+
+def _namespace(meta: bytes) -> str:
+    return meta.partition(b":")[2].decode()

@@ -1,0 +1,130 @@
+"""What a tier did: figures for statistics, and the counters behind them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Event = Literal["misses", "evictions", "demotions", "lowered", "corrupt", "errors", "expired", "dropped"]
+
+_LOADS_KEPT = 1024  # load times kept for the percentiles: recent ones, and a few kilobytes at most
+
+
+class TierStats(BaseModel):
+    """Figures of one tier since it was opened.
+
+    Attributes:
+        name: Name of the tier.
+        entries: Entries held now.
+        bytes: Bytes held now.
+        capacity: Byte budget; ``None`` when the tier has none of its own.
+        hits: Look-ups that found their entry.
+        misses: Look-ups that did not, for whatever reason.
+        hit_tokens: Tokens of all entries found: what need not be computed again.
+        evictions: Entries pushed out for lack of room.
+        demotions: Entries that went on to a slower tier when they were pushed out.
+        lowered: Entries whose precision was lowered in place, for lack of room.
+        corrupt: Damaged or foreign entries found, each removed and answered as a miss.
+        errors: Failed operations, each answered as a miss or as not stored.
+        expired: Entries whose time to live ran out.
+        dropped: Entries on their way to this tier that were given up because too many were waiting.
+        load_p50_s: Median time of a look-up that found its entry, in seconds; 0.0 before the first.
+        load_p95_s: 95th percentile of the same.
+        tiers: Figures of the tiers inside, fastest first; empty for a single tier.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    entries: int
+    bytes: int
+    capacity: int | None
+    hits: int = 0
+    misses: int = 0
+    hit_tokens: int = 0
+    evictions: int = 0
+    demotions: int = 0
+    lowered: int = 0
+    corrupt: int = 0
+    errors: int = 0
+    expired: int = 0
+    dropped: int = 0
+    load_p50_s: float = 0.0
+    load_p95_s: float = 0.0
+    tiers: tuple[TierStats, ...] = ()
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of the values does not exceed; 0.0 for no values."""
+    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)] if values else 0.0
+
+
+class TierCounters:
+    """Counts what happens in a tier. Thread-safe.
+
+    Args:
+        name: Name of the tier, for the log.
+        logger: Where failures are reported, each kind once.
+    """
+
+    def __init__(self, name: str, logger: logging.Logger) -> None:
+        self._name, self._logger = name, logger
+        self._lock = threading.Lock()
+        self._hits = self._hit_tokens = 0
+        self._events: dict[str, int] = {}
+        self._loads: deque[float] = deque(maxlen=_LOADS_KEPT)
+        self._reported: set[str] = set()
+
+    def hit(self, num_tokens: int, seconds: float) -> None:
+        """Count a look-up that found its entry."""
+        with self._lock:
+            self._hits += 1
+            self._hit_tokens += num_tokens
+            self._loads.append(seconds)
+
+    def count(self, event: Event, number: int = 1) -> None:
+        """Count an event."""
+        with self._lock:
+            self._events[event] = self._events.get(event, 0) + number
+
+    def error(self, doing: str, error: BaseException) -> None:
+        """Count a failed operation; the first of its kind is logged, the others would only repeat it.
+
+        Args:
+            doing: What failed: ``"reading"``.
+            error: Why.
+        """
+        kind = f"OSError {error.errno}" if type(error) is OSError else type(error).__name__
+        with self._lock:
+            self._events["errors"] = self._events.get("errors", 0) + 1
+            is_new = kind not in self._reported
+            self._reported.add(kind)
+        if is_new:
+            self._logger.warning(
+                "%s store: %s failed (%s: %s); it counts as a miss, and more failures of this kind are only counted",
+                self._name,
+                doing,
+                type(error).__name__,
+                error,
+            )
+
+    def stats(self, entries: int, nbytes: int, capacity: int | None) -> TierStats:
+        """The figures so far, with what the tier holds now."""
+        with self._lock:
+            loads = list(self._loads)
+            return TierStats(
+                name=self._name,
+                entries=entries,
+                bytes=nbytes,
+                capacity=capacity,
+                hits=self._hits,
+                hit_tokens=self._hit_tokens,
+                load_p50_s=percentile(loads, 0.5),
+                load_p95_s=percentile(loads, 0.95),
+            ).model_copy(update=self._events)

@@ -1,0 +1,201 @@
+"""What a disk store does about damaged entries, foreign files, leftovers, and a disk that fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cachecraft_rag.store import DiskStore
+from tests.store_entries import ENTRY_BYTES, entry, is_same, key, real_bytes, shards
+
+BUDGET_OF_4 = 4 * ENTRY_BYTES + len("default")
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip,
+        lambda file: os.truncate(file, file.stat().st_size // 2),
+        lambda file: os.truncate(file, 0),
+        lambda file: file.write_bytes(b"something else"),
+        lambda file: file.unlink(),
+        lambda file: file.rename(file.with_name("7.kv")),
+        lambda file: (file.parent / "stranger").write_bytes(b"?"),
+        lambda file: shutil.copy(file, file.with_name("2.kv")),
+    ],
+    ids=["flipped", "half", "empty", "foreign", "lost", "renamed", "stranger", "doubled"],
+)
+def test_a_damaged_entry_is_a_counted_miss_and_is_removed(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    store = DiskStore(tmp_path, 10**6)
+    store.put(key("a"), entry(1500))
+    store.put(key("b"), entry(of=key("b")))
+    damage(next(file for file in shards(tmp_path) if file.name == "1.kv"))
+    assert store.get(key("a")) is None
+    assert not store.contains(key("a"))
+    assert (store.stats().corrupt, store.stats().misses) == (1, 1)
+    assert is_same(store.get(key("b")), entry(of=key("b")))
+    assert store.nbytes == real_bytes(tmp_path)
+    assert store.put(key("a"), entry(1500, of=key("a")))
+    assert is_same(store.get(key("a")), entry(1500, of=key("a")))
+
+
+def test_an_entry_under_another_name_is_a_counted_miss(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10**6)
+    store.put(key("a"), entry())
+    folder = shards(tmp_path)[0].parent
+    folder.rename(folder.with_name(folder.name.replace(key("a").context, key("a", "z").context)))
+    assert store.get(key("a", "z")) is None
+    assert store.stats().corrupt == 1
+    assert not shards(tmp_path)
+
+
+def test_foreign_things_in_its_folder_are_removed_and_others_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep")
+    store = DiskStore(tmp_path, 10**6)
+    store.put(key("a"), entry())
+    bucket = shards(tmp_path)[0].parent.parent
+    (bucket / "file").write_text("foreign")
+    (bucket / "folder" / "deep").mkdir(parents=True)
+    shutil.copytree(bucket.parent, tmp_path / "cachecraft-v1" / ("0" * 32))
+    again = DiskStore(tmp_path, 10**6)
+    assert again.stats().corrupt == 3
+    assert (len(again), again.nbytes) == (1, real_bytes(tmp_path) - 4)
+    assert (tmp_path / "mine.txt").read_text() == "keep"
+
+
+def test_leftovers_go_when_their_writer_is_gone_or_they_are_old(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10**6)
+    temporary = tmp_path / "cachecraft-v1" / "tmp"
+    finished = subprocess.Popen(["true"])
+    finished.wait()
+    host = store._layout._host
+    names = {
+        "gone": f"{host}-{finished.pid}-1",
+        "alive": f"{host}-{os.getpid()}-2",
+        "elsewhere": "other-1-3",
+        "elsewhere and old": "other-1-4",
+    }
+    for name in names.values():
+        (temporary / name).mkdir()
+        (temporary / name / "0.kv").write_bytes(bytes(100))
+    os.utime(temporary / names["elsewhere and old"], (0, 0))
+    DiskStore(tmp_path, 10**6)
+    assert {path.name for path in temporary.iterdir()} == {names["alive"], names["elsewhere"]}
+
+
+def test_what_is_being_written_counts_in_the_budget(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, BUDGET_OF_4)
+    for chunk in "abcd":
+        store.put(key(chunk), entry())
+    temporary = tmp_path / "cachecraft-v1" / "tmp" / "other-1-1"
+    temporary.mkdir()
+    (temporary / "0.kv").write_bytes(bytes(ENTRY_BYTES))
+    assert store.put(key("e"), entry())
+    assert real_bytes(tmp_path) <= BUDGET_OF_4
+
+
+@contextmanager
+def no_larger_files_than(nbytes: int) -> Iterator[None]:
+    """Have the system refuse what a full disk would refuse."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_disk_that_takes_no_more_bytes_is_counted_and_warned_about_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DiskStore(tmp_path, 10**6)
+    store.put(key("a"), entry(of=key("a")))
+    with caplog.at_level(logging.WARNING), no_larger_files_than(100):
+        assert not any(store.put(key(chunk), entry()) for chunk in "bcd")
+    assert is_same(store.get(key("a")), entry(of=key("a")))
+    assert store.stats().errors == 3
+    assert len(caplog.records) == 1
+    assert "writing failed" in caplog.text
+    assert store.nbytes == real_bytes(tmp_path)
+    assert store.put(key("b"), entry())
+
+
+@pytest.fixture
+def read_only_folder() -> Iterator[Path]:
+    """A folder outside pytest's own, which only its user may enter; see ``unprivileged``."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    yield folder
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o777)
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Without the right to write, root included."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if user == 0:
+            os.seteuid(0)
+
+
+def test_a_read_only_disk_still_answers_and_each_failure_is_counted(
+    read_only_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DiskStore(read_only_folder, 10**6)
+    for chunk in "abc":
+        store.put(key(chunk), entry(of=key(chunk)))
+    with caplog.at_level(logging.WARNING), read_only(read_only_folder):
+        assert is_same(store.get(key("a")), entry(of=key("a")))
+        assert not store.put(key("d"), entry())
+        assert not store.remove(key("b"))
+        assert store.get(key("b")) is None, "what was to be removed must not come back"
+        opened = DiskStore(read_only_folder, 10**6)
+        assert is_same(opened.get(key("c")), entry(of=key("c")))
+        assert opened.clear() == 0
+        assert opened.get(key("c")) is None
+    assert store.stats().errors >= 3
+    warnings = [record for record in caplog.records if record.name == "cachecraft_rag.store.disk"]
+    assert len(warnings) == 2  # one of each store
+
+
+def test_a_path_that_is_no_folder_is_an_empty_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    store = DiskStore(tmp_path / "file", 10**6)
+    assert not store.put(key("a"), entry())
+    assert store.get(key("a")) is None
+    assert (len(store), store.nbytes, store.clear(), store.variants(key("a").chunk)) == (0, 0, 0, [])
+    assert not store.contains(key("a"))
+    assert store.stats().errors > 3
+
+
+def test_a_folder_that_vanishes_is_a_miss_and_can_be_written_again(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10**6)
+    store.put(key("a"), entry())
+    shutil.rmtree(tmp_path / "cachecraft-v1")
+    assert store.get(key("a")) is None
+    assert (len(store), store.nbytes) == (0, 0)
+    assert store.put(key("a"), entry(of=key("a")))
+    assert is_same(store.get(key("a")), entry(of=key("a")))
