@@ -12,15 +12,15 @@ from pydantic import BaseModel, ValidationError
 from cachecraft_rag.config import (
     EncodeConfig,
     EngineConfig,
+    MemoryTierConfig,
     PolicyName,
     RecomputeConfig,
     SamplingConfig,
     StoreConfig,
-    TierConfig,
     parse_bytes,
 )
 
-ALL_SETTINGS = (EncodeConfig, EngineConfig, RecomputeConfig, SamplingConfig, StoreConfig, TierConfig)
+ALL_SETTINGS = (EncodeConfig, EngineConfig, RecomputeConfig, SamplingConfig, StoreConfig, MemoryTierConfig)
 
 
 def refusal(settings: type[BaseModel], **values: Any) -> str:
@@ -101,12 +101,12 @@ def test_every_policy_name_is_accepted(policy: Any) -> None:
     ],
 )
 def test_a_size_may_be_a_number_or_a_text_with_a_unit(size: Any, expected: int) -> None:
-    assert TierConfig(size=size).size == expected
+    assert MemoryTierConfig(size=size).size == expected
 
 
 @pytest.mark.parametrize("size", ["", "GiB", "4 XiB", "four GiB", "4GiB please", "-1GiB", "1e9", "0x10", "4,5GiB"])
 def test_a_text_that_is_no_size_is_refused_with_the_units(size: str) -> None:
-    message = refusal(TierConfig, size=size)
+    message = refusal(MemoryTierConfig, size=size)
     assert "size" in message
     assert repr(size) in message
     assert "GiB" in message
@@ -114,7 +114,7 @@ def test_a_text_that_is_no_size_is_refused_with_the_units(size: str) -> None:
 
 @pytest.mark.parametrize("size", [-1, 1.5, None, [4]])
 def test_a_size_that_is_no_number_of_bytes_is_refused(size: object) -> None:
-    message = refusal(TierConfig, size=size)
+    message = refusal(MemoryTierConfig, size=size)
     assert message.splitlines()[1] == "size"
     assert f"input_value={size!r}" in message
 
@@ -128,7 +128,7 @@ def test_a_plain_dictionary_is_enough() -> None:
     values: dict[str, Any] = {"namespace": "tenant", "recompute": {"ratio": 1.0}, "store": {"cold": {"size": "500 MB"}}}
     config = EngineConfig(**values)
     assert config.recompute == RecomputeConfig(ratio=1.0)
-    assert config.store == StoreConfig(cold=TierConfig(size=500_000_000))
+    assert config.store == StoreConfig(cold=MemoryTierConfig(size=500_000_000))
 
 
 def test_settings_survive_json() -> None:
