@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from cachecraft_rag.plan import Action, RequestPlan
 from cachecraft_rag.prompt import EncodedPrompt, PromptEncoder
 from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.registry import ChunkRegistry
+from cachecraft_rag.single_flight import SingleFlight
 from cachecraft_rag.store import ChunkStore
 
 _NEUTRAL_PASSAGE = "The following passages were collected from several sources. " * 6
@@ -76,6 +79,7 @@ class ChunkLibrary:
         self.store = store
         self._adapter, self._state, self._prompts, self._config = adapter, state, prompts, config
         self._tokenizer_fingerprint = tokenizer_fingerprint(prompts.tokenizer)
+        self._flight: SingleFlight[ChunkKey, ChunkKV] = SingleFlight()
         self._fingerprint = ""
         self._encoder = self._new_encoder()
 
@@ -131,22 +135,32 @@ class ChunkLibrary:
     def encode_missing(
         self, plan: RequestPlan, chunks: Sequence[RequestChunk], with_sensitivity: bool
     ) -> tuple[int, int]:
-        """Compute and store the chunks that the plan wants encoded; one that occurs twice is computed once.
+        """Compute and store the chunks that the plan wants encoded.
+
+        One that occurs twice is computed once, and so is one that several requests want at the same time.
 
         Returns:
             Tokens computed (passes for the sensitivity included), and tokens whose KV was stored.
         """
         fresh: dict[ChunkKey, ChunkKV] = {}
-        num_computed = num_stored = 0
+        counts: Counter[str] = Counter()
         for planned, chunk in zip(plan.chunks, chunks, strict=True):
             if planned.action is not Action.ENCODE:
                 continue
             if chunk.key not in fresh:
-                fresh[chunk.key] = self._encoder.encode(chunk.token_ids, with_sensitivity)
-                num_stored += self._keep(chunk.key, fresh[chunk.key]) * len(chunk.token_ids)
-                num_computed += len(chunk.token_ids) * (2 if with_sensitivity else 1)
+                encode = partial(self._encode, chunk, with_sensitivity, counts)
+                fresh[chunk.key] = self._flight.run(chunk.key, encode)
             chunk.chunk_kv = fresh[chunk.key]
-        return num_computed, num_stored
+        return counts["computed"], counts["stored"]
+
+    def _encode(self, chunk: RequestChunk, with_sensitivity: bool, counts: Counter[str]) -> ChunkKV:
+        """Compute and store a chunk, unless another request has stored it since it was looked up."""
+        chunk_kv = self.store.get(chunk.key)
+        if chunk_kv is None or not chunk_kv.matches(chunk.token_ids):
+            chunk_kv = self._encoder.encode(chunk.token_ids, with_sensitivity)
+            counts["computed"] += chunk_kv.num_tokens * (2 if with_sensitivity else 1)
+            counts["stored"] += chunk_kv.num_tokens if self._keep(chunk.key, chunk_kv) else 0
+        return chunk_kv
 
     def keep_exact(self, plan: RequestPlan, chunks: Sequence[RequestChunk], kv: PromptKV) -> int:
         """Store the KV of chunks that a request computed exactly in place: the same beginning reuses it as it is.

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import random
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 from cachecraft_rag import (
     CacheCraftEngine,
     EngineConfig,
+    GenerationResult,
     PromptTooLongError,
     RagPrompt,
     RecomputeConfig,
@@ -411,6 +413,31 @@ class TestAnswers:
             thread.join()
         assert found == [alone] * 8
         assert first.model.config._attn_implementation == implementation
+
+    def test_a_chunk_that_many_requests_want_at_once_is_computed_once(self, make_engine: EngineMaker) -> None:
+        engine = make_engine(ratio=0.0)
+        computed: list[tuple[int, ...]] = []
+        encode = engine.library._encoder.encode
+
+        def spy(token_ids: tuple[int, ...], with_sensitivity: bool) -> ChunkKV:
+            computed.append(tuple(token_ids))
+            time.sleep(0.05)
+            return encode(token_ids, with_sensitivity)
+
+        engine.library.look_up(engine.prompts.encode(rag_prompt(9)), "default")  # the encoder is that of these weights
+        engine.library._encoder.encode = spy  # type: ignore[method-assign]
+        results: list[GenerationResult] = []
+        threads = [
+            threading.Thread(target=lambda: results.append(engine.generate(rag_prompt(1, 2)))) for _ in range(10)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(results) == 10
+        assert len(computed) == len(set(computed)) == 2
+        assert len({result.token_ids for result in results}) == 1
+        assert sum(result.stats.stored_tokens for result in results) == sum(len(ids) for ids in computed)
 
     def test_a_batch_keeps_its_order(self, make_engine: EngineMaker) -> None:
         engine = make_engine()
