@@ -80,6 +80,8 @@ def build_index(llm: CacheCraftLLM) -> VectorStoreIndex:
     documents = SimpleDirectoryReader(
         input_dir=str(CONTRACTS), required_exts=[".md"], exclude=["README.md"]
     ).load_data()
+    for document in documents:
+        document.excluded_llm_metadata_keys.append("file_path")  # of no use for the answer, and read every time
     nodes = CacheAlignedNodeParser.from_llm(llm).get_nodes_from_documents(documents)
     embedding = HuggingFaceEmbedding(model_name=embedding_folder())
     store = FaissVectorStore(faiss_index=faiss.IndexFlatL2(len(embedding.get_text_embedding("dimension"))))
