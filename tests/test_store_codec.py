@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.config import Compression, Precision
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store import codec as codec_module
@@ -27,8 +28,7 @@ from cachecraft_rag.store import format as shard_format
 from cachecraft_rag.store.codec import EntryCodec
 from cachecraft_rag.store.compression import compress, decompress
 from cachecraft_rag.store.crypto import load_master_key
-from cachecraft_rag.store.format import Compression
-from cachecraft_rag.store.precision import PRECISIONS, Precision, pack
+from cachecraft_rag.store.precision import PRECISIONS, pack
 
 MASTER = bytes(range(32))
 KEY = ChunkKey("tenant-of-mine", "0123456789abcdef" * 2, "fedcba9876543210" * 2)

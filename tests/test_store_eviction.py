@@ -8,12 +8,13 @@ from itertools import pairwise
 
 import pytest
 
+from cachecraft_rag.config import EvictionPolicyName
 from cachecraft_rag.store import ChunkStore, MemoryStore
-from cachecraft_rag.store.eviction import EvictionPolicy, PolicyName, make_policy
+from cachecraft_rag.store.eviction import EvictionPolicy, make_policy
 from tests.store_entries import entry, held, key
 
 
-def policy_with(name: PolicyName, *keys: str) -> EvictionPolicy[str]:
+def policy_with(name: EvictionPolicyName, *keys: str) -> EvictionPolicy[str]:
     policy: EvictionPolicy[str] = make_policy(name)
     for one in keys:
         policy.add(one, 100, 10.0)
@@ -89,7 +90,7 @@ def test_a_replaced_entry_keeps_its_uses() -> None:
 
 
 @pytest.mark.parametrize("name", ["lru", "lfu", "saving"])
-def test_pinned_entries_are_never_victims(name: PolicyName) -> None:
+def test_pinned_entries_are_never_victims(name: EvictionPolicyName) -> None:
     policy = policy_with(name, *"abc")
     pinned = {"a", "b", "c"}
     assert policy.victim(pinned.__contains__) is None
@@ -108,7 +109,7 @@ def test_pinned_entries_are_never_victims(name: PolicyName) -> None:
 
 
 @pytest.mark.parametrize("name", ["lru", "lfu", "saving"])
-def test_the_order_is_that_of_a_full_sort_after_any_history(name: PolicyName) -> None:
+def test_the_order_is_that_of_a_full_sort_after_any_history(name: EvictionPolicyName) -> None:
     rng = random.Random(5)
     policy: EvictionPolicy[int] = make_policy(name)
     uses: dict[int, list[int]] = {}
@@ -141,7 +142,7 @@ def test_the_order_is_that_of_a_full_sort_after_any_history(name: PolicyName) ->
 
 @pytest.mark.parametrize("name", ["lfu", "saving"])
 @pytest.mark.parametrize("room", [2, 10, 50])
-def test_one_hot_chunk_survives_a_scan_of_a_hundred_cold_ones(name: PolicyName, room: int) -> None:
+def test_one_hot_chunk_survives_a_scan_of_a_hundred_cold_ones(name: EvictionPolicyName, room: int) -> None:
     store: ChunkStore = MemoryStore(room * entry().nbytes, policy=name)
     store.put(key("hot"), entry())
     for _ in range(5):
@@ -152,7 +153,7 @@ def test_one_hot_chunk_survives_a_scan_of_a_hundred_cold_ones(name: PolicyName, 
 
 
 @pytest.mark.parametrize("name", ["lru", "lfu", "saving"])
-def test_operations_stay_cheap_with_ten_thousand_entries(name: PolicyName) -> None:
+def test_operations_stay_cheap_with_ten_thousand_entries(name: EvictionPolicyName) -> None:
     def seconds(num_entries: int) -> float:
         rng = random.Random(1)
         policy: EvictionPolicy[int] = make_policy(name)

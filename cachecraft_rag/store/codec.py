@@ -13,13 +13,13 @@ import torch
 import xxhash
 
 from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.config import Compression, Precision
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.keys import ChunkKey, digest, tensor_bytes, token_bytes
 from cachecraft_rag.store.compression import MAX_LEVEL
 from cachecraft_rag.store.crypto import check_master_key, seal, unseal
 from cachecraft_rag.store.format import (
     PREAMBLE_BYTES,
-    Compression,
     ShardHeader,
     describe,
     dtype_name,
@@ -29,7 +29,7 @@ from cachecraft_rag.store.format import (
     write_body,
     write_preamble,
 )
-from cachecraft_rag.store.precision import GROUP, PRECISIONS, PackedKV, Precision, pack
+from cachecraft_rag.store.precision import GROUP, PRECISIONS, PackedKV, pack
 
 SHARD_TOKENS = 1024
 """Most tokens of a shard: a multiple of ``GROUP``, so that groups of int4 don't span shards."""

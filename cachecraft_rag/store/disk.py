@@ -12,13 +12,13 @@ from typing import ClassVar
 from filelock import FileLock
 
 from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.config import EvictionPolicyName
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store.base import ChunkStore
 from cachecraft_rag.store.codec import EntryCodec
 from cachecraft_rag.store.disk_index import DiskEntry, DiskIndex
 from cachecraft_rag.store.disk_layout import DiskLayout, EntryName, read_shards
-from cachecraft_rag.store.eviction import PolicyName
 
 _LOCK_WAIT_S = 10.0
 
@@ -46,7 +46,7 @@ class DiskStore(ChunkStore):
         path: str | os.PathLike[str],
         capacity_bytes: int,
         codec: EntryCodec | None = None,
-        policy: PolicyName = "lru",
+        policy: EvictionPolicyName = "lru",
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.time,
         name: str = "disk",

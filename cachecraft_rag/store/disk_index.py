@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cachecraft_rag.config import EvictionPolicyName
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store.disk_layout import DiskLayout, EntryName, measure
-from cachecraft_rag.store.eviction import EvictionPolicy, PolicyName, make_policy
+from cachecraft_rag.store.eviction import EvictionPolicy, make_policy
 
 _RACY_NS = 100_000_000  # a folder that changed this shortly before it was read may have changed again unnoticed
 
@@ -62,7 +63,7 @@ class DiskIndex:
         on_foreign: Called for everything found in our folders that is no entry of ours, after it was deleted.
     """
 
-    def __init__(self, layout: DiskLayout, policy: PolicyName, on_foreign: Callable[[Path], None]) -> None:
+    def __init__(self, layout: DiskLayout, policy: EvictionPolicyName, on_foreign: Callable[[Path], None]) -> None:
         self.policy: EvictionPolicy[ChunkKey] = make_policy(policy)
         self.entries: dict[ChunkKey, DiskEntry] = {}
         self.overhead = 0  # bytes of the files that are no entries

@@ -7,9 +7,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
-PolicyName = Literal["lru", "lfu", "saving"]
+from cachecraft_rag.config import EvictionPolicyName
+
 K = TypeVar("K", bound=Hashable)
 
 # A use counts half after this many uses of the tier per entry it holds; small tiers age as if they held _FEWEST.
@@ -148,7 +149,7 @@ class SavingPolicy(EvictionPolicy[K]):
         return standing.uses + math.log2(standing.saving) - math.log2(max(standing.nbytes, 1))
 
 
-def make_policy(name: PolicyName) -> EvictionPolicy[K]:
+def make_policy(name: EvictionPolicyName) -> EvictionPolicy[K]:
     """A policy by its name.
 
     Raises:

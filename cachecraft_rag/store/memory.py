@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.config import EvictionPolicyName, Precision
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store.base import ChunkStore
 from cachecraft_rag.store.evicted import Evicted
-from cachecraft_rag.store.eviction import EvictionPolicy, PolicyName, make_policy
-from cachecraft_rag.store.precision import PRECISIONS, PackedKV, Precision, pack
+from cachecraft_rag.store.eviction import EvictionPolicy, make_policy
+from cachecraft_rag.store.precision import PRECISIONS, PackedKV, pack
 
 _RELIEVED_FILL = 0.9  # share of the budget that background lowering leaves in use
 
@@ -50,7 +51,7 @@ class MemoryStore(ChunkStore):
         self,
         capacity_bytes: int,
         name: str = "cold",
-        policy: PolicyName = "lru",
+        policy: EvictionPolicyName = "lru",
         precision: Precision = "model",
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,

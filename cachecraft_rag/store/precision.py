@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional
 
 from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.config import Precision
 
-Precision = Literal["model", "k16v8", "int8", "int4"]
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 _Kind = Literal["full", "int8", "int4"]
 
