@@ -79,6 +79,7 @@ def test_lower_precision_takes_less_room_and_still_hits(precision: str, tmp_path
         with engine_on(config) as engine:
             engine.warm(rag_prompt(1, 2).chunks)
             assert engine.generate(rag_prompt(2, 1)).stats.chunk_hits == 2
+            engine.store.flush()
             sizes.append(engine.store.nbytes)
     assert sizes[1] < 0.8 * sizes[0]
 

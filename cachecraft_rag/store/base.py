@@ -87,6 +87,10 @@ class ChunkStore(ABC):
     def close(self) -> None:
         """Release everything; the store can't be used afterwards."""
 
+    def flush(self) -> None:
+        """Wait until everything that was put or pushed out so far has reached the tiers it goes to."""
+        return
+
     def get_with_tier(self, key: ChunkKey) -> tuple[ChunkKV, str] | None:
         """``get``, together with the name of the tier that had it."""
         chunk_kv = self.get(key)
