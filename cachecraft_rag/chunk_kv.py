@@ -1,11 +1,76 @@
-"""The keys and values of one chunk, as they are stored."""
+"""The keys and values of one chunk, as they are stored, and what else may stand in for them while they are read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
+
+
+class LayeredKV(Protocol):
+    """KV of one chunk that is given out layer by layer, so that one layer can be read while the one before is used.
+
+    ``ChunkKV`` has all of it in the model's dtype; ``PackedKV`` holds fewer bits and unpacks a layer when asked;
+    ``LazyKV`` still has layers to read. Tensors are for reading only.
+    """
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The chunk's token ids; compared after every hash hit."""
+
+    @property
+    def base(self) -> int:
+        """Position of the first token when the keys were rotated."""
+
+    @property
+    def sensitivity(self) -> torch.Tensor | None:
+        """``[num_layers, num_tokens]`` float16, on the CPU or with the keys; ``None`` until measured."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the chunk in tokens."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the entry as it is held."""
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it ever was held in fewer bits, so that its numbers are no longer those computed."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether every layer is in memory."""
+
+    def matches(self, token_ids: Sequence[int]) -> bool:
+        """Whether this entry really holds these tokens."""
+
+    def read(self, layer_idx: int) -> None:
+        """Bring a layer into memory, so that ``layer`` need not wait for it; meant for another thread.
+
+        Raises:
+            CorruptEntryError: The layer turned out to be damaged.
+        """
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, each ``[num_kv_heads, num_tokens, head_dim]`` in the model's dtype.
+
+        Raises:
+            CorruptEntryError: The layer had to be read and turned out to be damaged.
+        """
+
+    def complete(self) -> ChunkKV:
+        """All layers.
+
+        Raises:
+            CorruptEntryError: A layer had to be read and turned out to be damaged.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +84,7 @@ class ChunkKV:
         base: Position of the first token when the keys were rotated.
         sensitivity: How much each token's values depend on what precedes the chunk,
             ``[num_layers, num_tokens]`` float16; ``None`` until measured.
+        is_lossy: Whether it ever was held in fewer bits.
     """
 
     keys: torch.Tensor
@@ -26,6 +92,7 @@ class ChunkKV:
     token_ids: tuple[int, ...]
     base: int
     sensitivity: torch.Tensor | None = None
+    is_lossy: bool = False
 
     def __post_init__(self) -> None:
         if self.keys.shape[:3] != self.values.shape[:3] or self.keys.shape[2] != len(self.token_ids):
@@ -40,6 +107,11 @@ class ChunkKV:
         return len(self.token_ids)
 
     @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self.keys.shape[0]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors plus 4 per token id."""
         tensors = [self.keys, self.values] + ([] if self.sensitivity is None else [self.sensitivity])
@@ -48,6 +120,23 @@ class ChunkKV:
     def matches(self, token_ids: Sequence[int]) -> bool:
         """Whether this entry really holds these tokens: a hash collision must never serve foreign KV."""
         return self.token_ids == tuple(token_ids)
+
+    @property
+    def is_read(self) -> bool:
+        """Always."""
+        return True
+
+    def read(self, layer_idx: int) -> None:
+        """Nothing to do: every layer is in memory."""
+        return
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, each ``[num_kv_heads, num_tokens, head_dim]``: views."""
+        return self.keys[layer_idx], self.values[layer_idx]
+
+    def complete(self) -> ChunkKV:
+        """The entry itself: it has all layers."""
+        return self
 
     def with_sensitivity(self, sensitivity: torch.Tensor) -> ChunkKV:
         """The same KV with its static sensitivity, ``[num_layers, num_tokens]``."""

@@ -96,3 +96,13 @@ def test_moving_to_another_device_moves_keys_and_values() -> None:
     moved = chunk_kv(sensitivity=torch.ones(LAYERS, TOKENS)).to(torch.device("meta"))
     assert {moved.keys.device.type, moved.values.device.type} == {"meta"}
     assert (moved.token_ids, moved.base) == ((5, 6, 7, 8, 9), 4)
+
+
+def test_it_gives_its_layers_and_is_complete() -> None:
+    entry = chunk_kv()
+    assert entry.num_layers == LAYERS
+    for layer_idx in range(LAYERS):
+        keys, values = entry.layer(layer_idx)
+        assert torch.equal(keys, entry.keys[layer_idx])
+        assert torch.equal(values, entry.values[layer_idx])
+    assert entry.complete() is entry

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.store import DiskStore
+from cachecraft_rag.store.lazy import LazyKV
 from tests.store_entries import ENTRY_BYTES, entry, is_same, key, real_bytes, shards
 
 BUDGET_OF_4 = 4 * ENTRY_BYTES + len("default")
@@ -52,6 +54,61 @@ def test_a_damaged_entry_is_a_counted_miss_and_is_removed(tmp_path: Path, damage
     assert store.nbytes == real_bytes(tmp_path)
     assert store.put(key("a"), entry(1500, of=key("a")))
     assert is_same(store.get(key("a")), entry(1500, of=key("a")))
+
+
+def open_and_damage(store: DiskStore, path: Path) -> LazyKV:
+    """An entry that was opened before its last layer was damaged."""
+    store.put(key("a"), entry(1500, of=key("a")))
+    opened = store.open(key("a"))
+    assert opened is not None
+    file = next(file for file in shards(path) if file.name == "1.kv")
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)  # in place: the file that is open
+    return opened
+
+
+def test_damage_found_after_opening_is_counted_once_and_the_entry_removed(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10**6)
+    opened = open_and_damage(store, tmp_path)
+    opened.read(0)
+    assert store.stats().corrupt == 0
+    for _ in range(2):
+        with pytest.raises(CorruptEntryError, match="layer 1"):
+            opened.layer(1)
+    stats = store.stats()
+    assert (stats.hits, stats.misses, stats.corrupt, stats.errors, stats.entries) == (1, 0, 1, 0, 0)
+    assert (stats.bytes_loaded, stats.load_s, stats.load_bytes_per_s) == (0, 0.0, 0.0)
+    assert not shards(tmp_path)
+    assert store.get(key("a")) is None
+
+
+def test_damage_found_after_opening_leaves_alone_what_was_put_in_its_place(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10**6)
+    opened = open_and_damage(store, tmp_path)
+    newer = entry(1500, of=key("a"), version=1)
+    store.put(key("a"), newer)
+    with pytest.raises(CorruptEntryError):
+        opened.complete()
+    assert store.stats().corrupt == 1
+    assert is_same(store.get(key("a")), newer)
+
+
+def test_an_entry_evicted_while_it_is_open_is_read_to_its_end_and_counted_then(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, BUDGET_OF_4)
+    store.put(key("a"), entry(of=key("a")))
+    opened = store.open(key("a"))
+    assert opened is not None
+    opened.read(0)
+    for chunk in "bcde":
+        store.put(key(chunk), entry())
+    assert not store.contains(key("a"))
+    assert store.stats().bytes_loaded == 0
+    assert is_same(opened.complete(), entry(of=key("a")))
+    stats = store.stats()
+    assert (stats.hits, stats.corrupt, stats.bytes_loaded) == (1, 0, opened.nbytes)
+    assert 0 < stats.load_p50_s == stats.load_s
+    assert store.counters.pace.s_per_token == stats.load_s / 16
 
 
 def test_an_entry_under_another_name_is_a_counted_miss(tmp_path: Path) -> None:

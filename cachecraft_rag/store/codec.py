@@ -1,42 +1,32 @@
 """Turns chunk KV into bytes that may lie on a disk or in Redis, and back, refusing everything that isn't whole.
 
 What is checked before any of it is used: format version, checksum or GCM tag over every byte, the entry's key, and that
-all shards of one version of the entry are there, in order.
+all shards of one version of the entry are there, in order. The header of a shard and each layer are checked on their
+own, so that an entry can be used layer by layer while it is still being read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import torch
-import xxhash
 
 from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.config import Compression, Precision
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.keys import ChunkKey, digest, tensor_bytes, token_bytes
 from cachecraft_rag.store.compression import MAX_LEVEL
-from cachecraft_rag.store.crypto import check_master_key, seal, unseal
-from cachecraft_rag.store.format import (
-    PREAMBLE_BYTES,
-    ShardHeader,
-    describe,
-    dtype_name,
-    dtype_of,
-    read_body,
-    read_preamble,
-    write_body,
-    write_preamble,
-)
-from cachecraft_rag.store.precision import GROUP, PRECISIONS, PackedKV, pack
+from cachecraft_rag.store.crypto import check_master_key, checksum
+from cachecraft_rag.store.lazy import LazyKV
+from cachecraft_rag.store.precision import GROUP, PRECISIONS, pack
+from cachecraft_rag.store.readers import BytesReader, ShardReader
+from cachecraft_rag.store.shard import Shard, open_shard, write_shard
 
 SHARD_TOKENS = 1024
 """Most tokens of a shard: a multiple of ``GROUP``, so that groups of int4 don't span shards."""
 SHARD_BYTES = 256 * 2**20
 """What a shard's keys and values may take before packing, as far as ``GROUP`` tokens allow: Redis ends at 512 MiB."""
-
-_CHECKSUM_BYTES = 16
 
 
 class EntryCodec:
@@ -73,6 +63,11 @@ class EntryCodec:
         self.level = level
         self._master_key = None if master_key is None else check_master_key(master_key)
 
+    @property
+    def has_master_key(self) -> bool:
+        """Whether entries are encrypted."""
+        return self._master_key is not None
+
     def encode(self, key: ChunkKey, chunk_kv: ChunkKV) -> list[bytes]:
         """The entry as shards of at most 1024 tokens, each readable on its own.
 
@@ -82,13 +77,42 @@ class EntryCodec:
             ValueError: No tokens, or a dtype that isn't floating point.
         """
         packed = [pack(part, self.precision).to(torch.device("cpu")) for part in _split(chunk_kv)]
-        contents = (_checksum(tensor_bytes(tensor)) for part in packed for tensor in part.parts.values())
+        contents = (checksum(tensor_bytes(tensor)) for part in packed for tensor in part.parts.values())
         entry = digest(self.precision, str(chunk_kv.base), token_bytes(chunk_kv.token_ids), *contents)
-        preamble = write_preamble(encrypted=self._master_key is not None)
-        return [
-            self._seal(key, preamble, write_body(self._header(key, entry, index, packed), part.parts, self.level))
-            for index, part in enumerate(packed)
-        ]
+        settings = self.compression, self.level, self._master_key
+        return [write_shard(key, entry, index, len(packed), part, *settings) for index, part in enumerate(packed)]
+
+    def open(
+        self,
+        key: ChunkKey,
+        readers: Sequence[ShardReader],
+        *,
+        device: torch.device | None = None,
+        on_corrupt: Callable[[], None] | None = None,
+        on_read: Callable[[int, float], None] | None = None,
+    ) -> LazyKV:
+        """The entry to be read layer by layer; only headers and sensitivity are read and verified before it returns.
+
+        Args:
+            key: The key it was encoded for.
+            readers: All of its shards, in order; closed when they aren't needed any more, also when this raises.
+            device: Where keys and values are unpacked; ``None`` is the CPU.
+            on_corrupt: See ``LazyKV``; not called for what this raises.
+            on_read: See ``LazyKV``.
+
+        Raises:
+            CorruptEntryError: A header is damaged, shards are missing, cut off or too many, it is of another version,
+                key or master key, or encrypted against this codec's setting; the message says which.
+            OSError: The medium refuses.
+        """
+        try:
+            shards = [open_shard(key, reader, self._master_key) for reader in readers]
+            _check(key, shards)
+            return LazyKV(shards, device=device, on_corrupt=on_corrupt, on_read=on_read)
+        except BaseException:
+            for reader in readers:
+                reader.close()
+            raise
 
     def decode(
         self, key: ChunkKey, shards: Sequence[bytes | memoryview], device: torch.device | None = None
@@ -101,74 +125,32 @@ class EntryCodec:
             device: Where keys and values are unpacked; ``None`` is the CPU.
 
         Raises:
-            CorruptEntryError: A byte differs, bytes or shards are missing or too many, it is of another version, key or
-                master key, or encrypted against this codec's setting; the message says which.
+            CorruptEntryError: As ``open``, or any byte differs.
         """
-        if not shards:
-            raise CorruptEntryError("no shards")
-        opened = [self._open(key, memoryview(shard).cast("B")) for shard in shards]
-        first = opened[0][0]
-        for index, (header, _) in enumerate(opened):
-            if (header.namespace, header.chunk, header.context) != (key.namespace, key.chunk, key.context):
-                raise CorruptEntryError(f"belongs to {header.chunk}-{header.context}, not to {key}")
-            if (header.shard, header.num_shards) != (index, len(shards)):
-                raise CorruptEntryError(
-                    f"shard {header.shard} of {header.num_shards} stands as shard {index} of {len(shards)}"
-                )
-            if header.entry != first.entry:
-                raise CorruptEntryError(f"shard {index} belongs to another version of the entry")
-        try:
-            return _join([_rebuild(header, tensors).unpack(device) for header, tensors in opened])
-        except (ValueError, RuntimeError, IndexError, TypeError) as error:
-            raise CorruptEntryError(f"header and tensors disagree: {error}") from error
-
-    def _header(self, key: ChunkKey, entry: str, index: int, packed: Sequence[PackedKV]) -> ShardHeader:
-        part = packed[index]
-        fields = {
-            "namespace": key.namespace,
-            "chunk": key.chunk,
-            "context": key.context,
-            "entry": entry,
-            "shard": index,
-            "num_shards": len(packed),
-            "token_ids": part.token_ids,
-            "base": part.base,
-            "precision": part.precision,
-            "dtype": dtype_name(part.dtype),
-            "key_dim": part.key_dim,
-            "value_dim": part.value_dim,
-            "compression": self.compression,
-            "tensors": describe(part.parts),
-        }
-        return ShardHeader.model_validate(fields)
-
-    def _seal(self, key: ChunkKey, preamble: bytes, body: bytes) -> bytes:
-        if self._master_key is not None:
-            return preamble + seal(self._master_key, key, preamble, body)
-        return preamble + body + _checksum(preamble, body)
-
-    def _open(self, key: ChunkKey, shard: memoryview) -> tuple[ShardHeader, dict[str, torch.Tensor]]:
-        encrypted = read_preamble(shard)
-        preamble = bytes(shard[:PREAMBLE_BYTES])
-        if self._master_key is not None:
-            if not encrypted:
-                raise CorruptEntryError("not encrypted, but this store has a master key")
-            return read_body(memoryview(unseal(self._master_key, key, preamble, shard[PREAMBLE_BYTES:])))
-        if encrypted:
-            raise CorruptEntryError("encrypted, but this store has no master key")
-        end = len(shard) - _CHECKSUM_BYTES
-        if end < PREAMBLE_BYTES:
-            raise CorruptEntryError(f"truncated: {len(shard)} bytes hold no checksum")
-        if _checksum(shard[:end]) != shard[end:]:
-            raise CorruptEntryError("checksum differs: damaged or truncated")
-        return read_body(shard[PREAMBLE_BYTES:end])
+        return self.open(key, [BytesReader(shard) for shard in shards], device=device).complete()
 
 
-def _checksum(*parts: bytes | memoryview) -> bytes:
-    state = xxhash.xxh3_128()
-    for part in parts:
-        state.update(part)
-    return state.digest()
+def _check(key: ChunkKey, shards: Sequence[Shard]) -> None:
+    """Whether shards are those of one entry, in order.
+
+    Raises:
+        CorruptEntryError: They are not.
+    """
+    if not shards:
+        raise CorruptEntryError("no shards")
+    first = shards[0]
+    for index, shard in enumerate(shards):
+        header = shard.header
+        if (header.namespace, header.chunk, header.context) != (key.namespace, key.chunk, key.context):
+            raise CorruptEntryError(f"belongs to {header.chunk}-{header.context}, not to {key}")
+        if (header.shard, header.num_shards) != (index, len(shards)):
+            raise CorruptEntryError(
+                f"shard {header.shard} of {header.num_shards} stands as shard {index} of {len(shards)}"
+            )
+        if header.entry != first.header.entry:
+            raise CorruptEntryError(f"shard {index} belongs to another version of the entry")
+        if shard.kind != first.kind:
+            raise CorruptEntryError(f"shard {index} is of another kind than shard 0: {shard.kind}, not {first.kind}")
 
 
 def _split(chunk_kv: ChunkKV) -> list[ChunkKV]:
@@ -184,24 +166,7 @@ def _split(chunk_kv: ChunkKV) -> list[ChunkKV]:
             chunk_kv.token_ids[at : at + size],
             chunk_kv.base + at,
             None if chunk_kv.sensitivity is None else chunk_kv.sensitivity[:, at : at + size],
+            chunk_kv.is_lossy,
         )
         for at in range(0, chunk_kv.num_tokens, size)
     ]
-
-
-def _rebuild(header: ShardHeader, tensors: dict[str, torch.Tensor]) -> PackedKV:
-    dtype = dtype_of(header.dtype)
-    return PackedKV(header.precision, dtype, header.key_dim, header.value_dim, header.token_ids, header.base, tensors)
-
-
-def _join(parts: Sequence[ChunkKV]) -> ChunkKV:
-    if len(parts) == 1:
-        return parts[0]
-    measured = [part.sensitivity for part in parts if part.sensitivity is not None]
-    return ChunkKV(
-        torch.cat([part.keys for part in parts], dim=2),
-        torch.cat([part.values for part in parts], dim=2),
-        tuple(token for part in parts for token in part.token_ids),
-        parts[0].base,
-        torch.cat(measured, dim=1) if measured else None,
-    )

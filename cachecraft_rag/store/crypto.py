@@ -1,15 +1,18 @@
-"""Encryption of stored entries: AES-256-GCM with a key per namespace, derived from one master key by HKDF-SHA256.
+"""Seals: how a block of a stored entry tells that it is whole and stands where it was written, and who may read it.
 
-A namespace's key opens no other namespace's entries, and a new master key turns all old entries into misses. Every
-shard has a random 96-bit nonce, which is safe for 2**32 shards per namespace and master key. The length of a shard is
-not hidden: it tells the number of tokens.
+Without a master key a block ends in a checksum. With one it is encrypted: AES-256-GCM with a key per namespace, derived
+by HKDF-SHA256. A namespace's key opens no other namespace's entries, and a new master key turns all old entries into
+misses. Every block, one per layer and one for the header, has a random 96-bit nonce, which is safe for 2**32 blocks
+per namespace and master key. The length of a block is not hidden: it tells the number of tokens.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Protocol
 
+import xxhash
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -19,6 +22,7 @@ from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.keys import ChunkKey
 
 MIN_MASTER_KEY_BYTES = 16
+CHECKSUM_BYTES = 16
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _PURPOSE = b"cachecraft-rag chunk store, AES-256-GCM\0"
@@ -65,37 +69,83 @@ def check_master_key(key: bytes, origin: str = "the given bytes") -> bytes:
     return key
 
 
-def seal(master_key: bytes, key: ChunkKey, preamble: bytes, body: bytes) -> bytes:
-    """Encrypt a shard's body; preamble and key are authenticated with it.
+def checksum(*parts: bytes | memoryview) -> bytes:
+    """xxh3-128 over parts, one after the other."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.digest()
 
-    Returns:
-        Nonce, ciphertext, tag.
+
+class Seal(Protocol):
+    """Protects blocks. Stateless, so threads may share one.
+
+    ``place`` says where a block belongs. It isn't stored, but a block is only opened with the place it was sealed for.
+
+    Attributes:
+        overhead: Bytes that sealing adds.
     """
-    nonce = os.urandom(_NONCE_BYTES)
-    return nonce + _cipher(master_key, key.namespace).encrypt(nonce, body, _associated(key, preamble))
+
+    overhead: int
+
+    def close(self, content: bytes, place: bytes) -> bytes:
+        """The sealed block."""
+
+    def open(self, sealed: memoryview, place: bytes) -> memoryview:
+        """What ``close`` was given.
+
+        Raises:
+            CorruptEntryError: A byte differs, or it was sealed for another place.
+        """
 
 
-def unseal(master_key: bytes, key: ChunkKey, preamble: bytes, sealed: memoryview) -> bytes:
-    """Decrypt what ``seal`` returned.
+class ChecksumSeal:
+    """The content, then its checksum: against damage and mistakes, not against forgers."""
 
-    Raises:
-        CorruptEntryError: A byte differs, or it was sealed with another master key, entry key or preamble.
+    overhead = CHECKSUM_BYTES
+
+    def close(self, content: bytes, place: bytes) -> bytes:
+        """The content and a checksum."""
+        return content + checksum(place, content)
+
+    def open(self, sealed: memoryview, place: bytes) -> memoryview:
+        """The content; shares memory with ``sealed``."""
+        end = len(sealed) - CHECKSUM_BYTES
+        if end < 0:
+            raise CorruptEntryError(f"truncated: {len(sealed)} bytes hold no checksum")
+        if checksum(place, sealed[:end]) != sealed[end:]:
+            raise CorruptEntryError("checksum differs: damaged, truncated, or of another layer or entry")
+        return sealed[:end]
+
+
+class CipherSeal:
+    """Nonce, ciphertext, tag. The entry's key is authenticated with every block.
+
+    Args:
+        master_key: Where the namespace's key is derived from.
+        key: The entry's key.
     """
-    if len(sealed) < _NONCE_BYTES + _TAG_BYTES:
-        raise CorruptEntryError(f"truncated: {len(sealed)} encrypted bytes hold no nonce and tag")
-    nonce, ciphertext = bytes(sealed[:_NONCE_BYTES]), sealed[_NONCE_BYTES:]
-    try:
-        return _cipher(master_key, key.namespace).decrypt(nonce, ciphertext, _associated(key, preamble))
-    except InvalidTag:
-        raise CorruptEntryError("does not decrypt: damaged, of another key, or of another master key") from None
 
+    overhead = _NONCE_BYTES + _TAG_BYTES
 
-def _cipher(master_key: bytes, namespace: str) -> AESGCM:
-    purpose = _PURPOSE + namespace.encode("utf-8", "surrogatepass")
-    return AESGCM(HKDF(algorithm=SHA256(), length=32, salt=None, info=purpose).derive(master_key))
+    def __init__(self, master_key: bytes, key: ChunkKey) -> None:
+        fields = [field.encode("utf-8", "surrogatepass") for field in (key.namespace, key.chunk, key.context)]
+        purpose = _PURPOSE + fields[0]
+        derived = HKDF(algorithm=SHA256(), length=32, salt=None, info=purpose).derive(master_key)
+        self._cipher = AESGCM(derived)
+        self._entry = b"".join(len(field).to_bytes(4, "little") + field for field in fields)
 
+    def close(self, content: bytes, place: bytes) -> bytes:
+        """The content encrypted."""
+        nonce = os.urandom(_NONCE_BYTES)
+        return nonce + self._cipher.encrypt(nonce, content, self._entry + place)
 
-def _associated(key: ChunkKey, preamble: bytes) -> bytes:
-    fields = (key.namespace, key.chunk, key.context)
-    encoded = [field.encode("utf-8", "surrogatepass") for field in fields]
-    return preamble + b"".join(len(field).to_bytes(4, "little") + field for field in encoded)
+    def open(self, sealed: memoryview, place: bytes) -> memoryview:
+        """The content decrypted."""
+        if len(sealed) < self.overhead:
+            raise CorruptEntryError(f"truncated: {len(sealed)} encrypted bytes hold no nonce and tag")
+        nonce, ciphertext = bytes(sealed[:_NONCE_BYTES]), sealed[_NONCE_BYTES:]
+        try:
+            return memoryview(self._cipher.decrypt(nonce, ciphertext, self._entry + place))
+        except InvalidTag:
+            raise CorruptEntryError("does not decrypt: damaged, of another key, or of another master key") from None

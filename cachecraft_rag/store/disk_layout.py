@@ -26,6 +26,7 @@ from urllib.parse import quote, unquote
 
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.keys import ChunkKey, digest
+from cachecraft_rag.store.readers import ShardReader, open_file
 
 FOLDER = "cachecraft-v1"
 _ABANDONED_S = 3600.0  # a temporary folder of another host's process is a leftover when it is this old
@@ -214,11 +215,24 @@ def read_shards(path: Path) -> list[bytes]:
         CorruptEntryError: There are other files, or shards are missing.
         OSError: The entry is not there, or can't be read.
     """
+    return [file.read_bytes() for file in _shard_files(path)]
+
+
+def open_shards(path: Path) -> list[ShardReader]:
+    """All shards of an entry, in order, to be read piece by piece, also after the entry was deleted.
+
+    Raises:
+        CorruptEntryError, OSError: As ``read_shards``.
+    """
+    return [open_file(file) for file in _shard_files(path)]
+
+
+def _shard_files(path: Path) -> list[Path]:
     found = os.listdir(path)
     names = [f"{index}.kv" for index in range(len(found))]
     if set(names) != set(found):
         raise CorruptEntryError(f"{path} lacks shards or holds other files")
-    return [(path / name).read_bytes() for name in names]
+    return [path / name for name in names]
 
 
 def _write(path: Path, data: bytes) -> None:

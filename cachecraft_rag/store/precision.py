@@ -2,18 +2,18 @@
 
     model   as computed
     k16v8   keys as computed; values int8, a scale per token and head
-    int8    keys and values int8, a scale per token and head
+    int8    keys int8, a scale per channel over 64 tokens; values int8, a scale per token and head
     int4    keys per channel over 64 tokens, values per token over 64 channels, asymmetric (KIVI, arXiv 2402.02750)
 
 Keys carry a few channels that are far larger than the rest, the same at every token; a scale per channel keeps them
 from costing the other channels their bits. Keys are packed in the rotation they were computed in, so unpack first and
 rotate to the new position afterwards: rotating mixes pairs of channels. The scales of int8 are float32 (4 bytes for
-``head_dim`` numbers); those of int4 are described in ``_to_4_bits``.
+64 keys or ``head_dim`` values); those of int4 are described in ``_to_4_bits``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -29,7 +29,7 @@ _Kind = Literal["full", "int8", "int4"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 """From the most to the fewest bits."""
 GROUP = 64
-"""Numbers that share a scale in int4."""
+"""Numbers that share a scale in int4, and keys that share one in int8."""
 
 _KINDS: dict[Precision, tuple[_Kind, _Kind]] = {  # of the keys and of the values
     "model": ("full", "full"),
@@ -37,6 +37,9 @@ _KINDS: dict[Precision, tuple[_Kind, _Kind]] = {  # of the keys and of the value
     "int8": ("int8", "int8"),
     "int4": ("int4", "int4"),
 }
+
+# Steps of int4 by their code, as shares of the largest. A table: exp2 rounds differently with the place in a tensor.
+_STEPS = torch.exp2((torch.arange(256) - 255) / 8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +56,7 @@ class PackedKV:
         token_ids: The chunk's token ids.
         base: Position of the first token when the keys were rotated.
         parts: The tensors by name, as ``layout`` says; the first dimension of all is the layer.
+        was_lossy: Whether it was held in fewer bits before it was packed.
 
     Raises:
         ValueError: The parts don't have the names, dtypes and shapes of the layout.
@@ -65,6 +69,7 @@ class PackedKV:
     token_ids: tuple[int, ...]
     base: int
     parts: Mapping[str, torch.Tensor]
+    was_lossy: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -82,6 +87,26 @@ class PackedKV:
     def num_tokens(self) -> int:
         """Length of the chunk in tokens."""
         return len(self.token_ids)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self.parts["keys"].shape[0]
+
+    @property
+    def sensitivity(self) -> torch.Tensor | None:
+        """The chunk's sensitivity, which is never packed."""
+        return self.parts.get("sensitivity")
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether its numbers are no longer those computed."""
+        return self.was_lossy or self.precision != "model"
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all layers are in memory: always."""
+        return True
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +143,26 @@ class PackedKV:
         packed = self if device is None else self.to(device)
         keys = _decode("keys", self._kinds[0], packed.parts, self.dtype, self.key_dim)
         values = _decode("values", self._kinds[1], packed.parts, self.dtype, self.value_dim)
-        return ChunkKV(keys, values, self.token_ids, self.base, packed.parts.get("sensitivity"))
+        return ChunkKV(keys, values, self.token_ids, self.base, packed.parts.get("sensitivity"), self.is_lossy)
+
+    def matches(self, token_ids: Sequence[int]) -> bool:
+        """Whether this entry really holds these tokens."""
+        return self.token_ids == tuple(token_ids)
+
+    def read(self, layer_idx: int) -> None:
+        """Nothing: it is in memory."""
+        return
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, each ``[num_kv_heads, num_tokens, head_dim]``: equal to that of ``unpack``."""
+        parts = {name: part[layer_idx, None] for name, part in self.parts.items()}
+        keys = _decode("keys", self._kinds[0], parts, self.dtype, self.key_dim)
+        values = _decode("values", self._kinds[1], parts, self.dtype, self.value_dim)
+        return keys[0], values[0]
+
+    def complete(self) -> ChunkKV:
+        """All layers unpacked, where the tensors are."""
+        return self.unpack()
 
     def lower(self, precision: Precision) -> PackedKV:
         """The entry at a precision of fewer bits; itself when it has no more bits already.
@@ -156,7 +200,7 @@ def pack(chunk_kv: ChunkKV, precision: Precision) -> PackedKV:
     if chunk_kv.sensitivity is not None:
         parts["sensitivity"] = chunk_kv.sensitivity
     dims = chunk_kv.keys.shape[-1], chunk_kv.values.shape[-1]
-    return PackedKV(precision, chunk_kv.keys.dtype, *dims, chunk_kv.token_ids, chunk_kv.base, parts)
+    return PackedKV(precision, chunk_kv.keys.dtype, *dims, chunk_kv.token_ids, chunk_kv.base, parts, chunk_kv.is_lossy)
 
 
 def _layout(name: str, kind: _Kind, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> Layout:
@@ -164,7 +208,8 @@ def _layout(name: str, kind: _Kind, dtype: torch.dtype, shape: tuple[int, int, i
     if kind == "full":
         return {name: (dtype, shape)}
     if kind == "int8":
-        return {name: (torch.int8, shape), f"{name}_scale": (torch.float32, shape[:3])}
+        scales = (layers, heads, -(-tokens // GROUP), channels) if name == "keys" else shape[:3]
+        return {name: (torch.int8, shape), f"{name}_scale": (torch.float32, scales)}
     along, count = (channels, -(-tokens // GROUP)) if name == "keys" else (tokens, -(-channels // GROUP))
     return {
         name: (torch.uint8, (layers, heads, tokens, -(-channels // 2))),
@@ -178,9 +223,14 @@ def _encode(name: str, kind: _Kind, numbers: torch.Tensor) -> dict[str, torch.Te
     if kind == "full":
         return {name: numbers}
     if kind == "int8":
-        scale = numbers.abs().amax(dim=-1).float() / 127
-        codes = (numbers.float() / _divisor(scale)[..., None]).round_().clamp_(-127, 127)
-        return {name: codes.to(torch.int8), f"{name}_scale": scale}
+        if name == "values":
+            rows, scale = _to_8_bits(numbers, axis=3)
+            return {name: rows, f"{name}_scale": scale[..., 0]}
+        groups = [_to_8_bits(numbers.narrow(2, at, size), axis=2) for at, size in _groups(numbers.shape[2])]
+        return {
+            name: torch.cat([codes for codes, _ in groups], dim=2),
+            f"{name}_scale": torch.cat([scale for _, scale in groups], dim=2),
+        }
     codes, low, step, top = _to_4_bits(numbers.transpose(2, 3) if name == "keys" else numbers)
     nibbles = functional.pad(codes.transpose(2, 3) if name == "keys" else codes, (0, numbers.shape[-1] % 2))
     # Two channels per byte, the even one in the low half.
@@ -199,7 +249,12 @@ def _decode(
     if kind == "full":
         return packed
     if kind == "int8":
-        return packed.float().mul_(parts[f"{name}_scale"][..., None]).to(dtype)
+        numbers, scale = packed.float(), parts[f"{name}_scale"]
+        if name == "values":
+            return numbers.mul_(scale[..., None]).to(dtype)
+        for group, (at, size) in enumerate(_groups(numbers.shape[2])):
+            numbers.narrow(2, at, size).mul_(scale.narrow(2, group, 1))
+        return numbers.to(dtype)
     low, top = parts[f"{name}_low"].float(), parts[f"{name}_top"]
     numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :channels].float()
     axis = 2 if name == "keys" else 3
@@ -211,6 +266,12 @@ def _decode(
         part.mul_(step.narrow(axis, group, 1)).add_(low.narrow(axis, group, 1))
     limits = torch.finfo(dtype)  # half a step beyond the largest number of float16 would be infinite
     return numbers.clamp_(limits.min, limits.max).to(dtype)
+
+
+def _to_8_bits(numbers: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes -127 to 127, and their scale along ``axis``, kept as a dimension of size 1."""
+    scale = numbers.abs().amax(dim=axis, keepdim=True).float() / 127
+    return (numbers.float() / _divisor(scale)).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 def _to_4_bits(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -237,7 +298,7 @@ def _to_4_bits(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def _steps(codes: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    steps = torch.exp2((codes.float() - 255) / 8).mul_(top[..., None, None])
+    steps = _STEPS.to(codes.device)[codes.int()].mul_(top[..., None, None])
     return torch.where(codes > 0, steps, 0.0)
 
 

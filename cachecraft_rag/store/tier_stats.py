@@ -11,7 +11,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-Event = Literal["misses", "evictions", "demotions", "lowered", "corrupt", "errors", "expired", "dropped"]
+from cachecraft_rag.store.pace import Pace
+
+Event = Literal["misses", "evictions", "demotions", "lowered", "corrupt", "errors", "expired", "dropped", "declined"]
 
 _LOADS_KEPT = 1024  # load times kept for the percentiles: recent ones, and a few kilobytes at most
 
@@ -34,7 +36,11 @@ class TierStats(BaseModel):
         errors: Failed operations, each answered as a miss or as not stored.
         expired: Entries whose time to live ran out.
         dropped: Entries on their way to this tier that were given up because too many were waiting.
-        load_p50_s: Median time of a look-up that found its entry, in seconds; 0.0 before the first.
+        declined: Entries that were left here because computing them is quicker.
+        open_s: Seconds of all look-ups that found their entry, without the layers that were left to be read later.
+        bytes_loaded: Bytes of the entries that were read in full, as they are held here.
+        load_s: Seconds spent reading them.
+        load_p50_s: Median time spent reading one of them, in seconds; 0.0 before the first.
         load_p95_s: 95th percentile of the same.
         tiers: Figures of the tiers inside, fastest first; empty for a single tier.
     """
@@ -55,9 +61,28 @@ class TierStats(BaseModel):
     errors: int = 0
     expired: int = 0
     dropped: int = 0
+    declined: int = 0
+    open_s: float = 0.0
+    bytes_loaded: int = 0
+    load_s: float = 0.0
     load_p50_s: float = 0.0
     load_p95_s: float = 0.0
     tiers: tuple[TierStats, ...] = ()
+
+    @property
+    def load_bytes_per_s(self) -> float:
+        """How fast entries are read; 0.0 before the first."""
+        return self.bytes_loaded / self.load_s if self.load_s else 0.0
+
+    @property
+    def mean_hit_tokens(self) -> float:
+        """Tokens that a look-up saves on average when it finds its entry."""
+        return self.hit_tokens / self.hits if self.hits else 0.0
+
+    def over(self, tiers: Sequence[TierStats]) -> TierStats:
+        """These figures of a whole, with those of the tiers inside and what was loaded from them."""
+        loaded = {name: sum(getattr(tier, name) for tier in tiers) for name in ("bytes_loaded", "load_s")}
+        return self.model_copy(update={**loaded, "tiers": tuple(tiers)})
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -71,21 +96,34 @@ class TierCounters:
     Args:
         name: Name of the tier, for the log.
         logger: Where failures are reported, each kind once.
+
+    Attributes:
+        pace: How long reading an entry takes, per token.
     """
 
     def __init__(self, name: str, logger: logging.Logger) -> None:
         self._name, self._logger = name, logger
         self._lock = threading.Lock()
-        self._hits = self._hit_tokens = 0
+        self.pace = Pace()
+        self._hits = self._hit_tokens = self._bytes_loaded = 0
+        self._open_s = self._load_s = 0.0
         self._events: dict[str, int] = {}
         self._loads: deque[float] = deque(maxlen=_LOADS_KEPT)
         self._reported: set[str] = set()
 
     def hit(self, num_tokens: int, seconds: float) -> None:
-        """Count a look-up that found its entry."""
+        """Count a look-up that found its entry, and the seconds until it did."""
         with self._lock:
             self._hits += 1
             self._hit_tokens += num_tokens
+            self._open_s += seconds
+
+    def loaded(self, num_tokens: int, nbytes: int, seconds: float) -> None:
+        """Count an entry that was read in full, and the seconds spent on that, opening it included."""
+        self.pace.add(num_tokens, seconds)
+        with self._lock:
+            self._bytes_loaded += nbytes
+            self._load_s += seconds
             self._loads.append(seconds)
 
     def count(self, event: Event, number: int = 1) -> None:
@@ -125,6 +163,9 @@ class TierCounters:
                 capacity=capacity,
                 hits=self._hits,
                 hit_tokens=self._hit_tokens,
+                open_s=self._open_s,
+                bytes_loaded=self._bytes_loaded,
+                load_s=self._load_s,
                 load_p50_s=percentile(loads, 0.5),
                 load_p95_s=percentile(loads, 0.95),
             ).model_copy(update=self._events)
