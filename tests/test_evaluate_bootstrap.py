@@ -1,0 +1,85 @@
+"""Means with confidence intervals."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from cachecraft_rag.evaluate import Interval, bootstrap_mean, paired_difference
+
+
+def test_equal_values_have_an_interval_of_no_width() -> None:
+    assert bootstrap_mean([0.5] * 7) == Interval(0.5, 0.5, 0.5)
+
+
+def test_two_values_span_all_that_can_be_drawn() -> None:
+    # Of 0 and 1 the means 0, 0.5 and 1 are drawn with probabilities 1/4, 1/2, 1/4: the 2.5 % quantile is 0.
+    assert bootstrap_mean([0.0, 1.0]) == Interval(0.5, 0.0, 1.0)
+    assert bootstrap_mean([0.0, 1.0], confidence=0.3) == Interval(0.5, 0.5, 0.5)
+
+
+def test_the_width_is_that_of_the_normal_distribution_for_many_values() -> None:
+    values = np.random.default_rng(3).normal(2.0, 1.5, 900)
+    found = bootstrap_mean(list(values), samples=4000)
+    half = 1.96 * values.std() / math.sqrt(900)
+    assert found.mean == pytest.approx(values.mean())
+    assert found.high - found.mean == pytest.approx(half, rel=0.1)
+    assert found.mean - found.low == pytest.approx(half, rel=0.1)
+
+
+def test_an_interval_of_more_confidence_is_wider() -> None:
+    values = [float(number) for number in range(30)]
+    narrow, wide = bootstrap_mean(values, confidence=0.5), bootstrap_mean(values, confidence=0.99)
+    assert wide.low < narrow.low < 14.5 < narrow.high < wide.high
+
+
+def test_the_seed_decides_what_is_drawn() -> None:
+    values = list(np.random.default_rng(1).random(40))
+    assert bootstrap_mean(values, seed=4) == bootstrap_mean(values, seed=4)
+    assert bootstrap_mean(values, seed=4) != bootstrap_mean(values, seed=5)
+
+
+def test_many_values_are_drawn_in_parts_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = list(np.random.default_rng(1).random(50))
+    expected = bootstrap_mean(values)
+    monkeypatch.setattr("cachecraft_rag.evaluate.bootstrap._DRAWN_AT_ONCE", 120)
+    assert bootstrap_mean(values) == expected
+
+
+def test_a_difference_common_to_all_pairs_is_certain_however_much_they_vary() -> None:
+    a = [0.5, 10.5, -3.5, 100.5]
+    b = [0.25, 10.25, -3.75, 100.25]
+    assert paired_difference(a, b) == Interval(0.25, 0.25, 0.25)
+    assert paired_difference(b, a).mean == -0.25
+
+
+def test_a_difference_is_drawn_from_pairs() -> None:
+    assert paired_difference([1.0, 2.0], [1.0, 1.0]) == Interval(0.5, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        ([], {}, "values"),
+        ([1.0, math.nan], {}, "values"),
+        ([1.0], {"confidence": 1.0}, "confidence"),
+        ([1.0], {"confidence": 0.0}, "confidence"),
+        ([1.0], {"samples": 0}, "samples"),
+    ],
+)
+def test_useless_arguments_are_refused_by_name(values: list[float], options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bootstrap_mean(values, **options)  # type: ignore[arg-type]
+
+
+def test_values_that_do_not_pair_are_refused() -> None:
+    with pytest.raises(ValueError, match="b: 1 values don't pair with 2"):
+        paired_difference([1.0, 2.0], [1.0])
+
+
+def test_an_interval_shows_its_ends_in_the_format_that_is_asked_for() -> None:
+    interval = Interval(0.5, 0.25, 0.123456)
+    assert f"{interval}" == "0.5 [0.25, 0.1235]"
+    assert f"{interval:.2f}" == "0.50 [0.25, 0.12]"
