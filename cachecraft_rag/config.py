@@ -138,6 +138,26 @@ class MemoryTierConfig(_Settings):
     demote_after_s: float | None = Field(default=None, gt=0)
 
 
+class WarmTierConfig(MemoryTierConfig):
+    """A tier in device memory.
+
+    Attributes:
+        size: Byte budget; ``None`` takes its share of ``StoreConfig.device_size``.
+    """
+
+    size: ByteSize | None = None  # type: ignore[assignment]
+
+
+class HotTierConfig(WarmTierConfig):
+    """The tier of what is used most.
+
+    Attributes:
+        policy: As in every memory tier.
+    """
+
+    policy: EvictionPolicyName = "lfu"
+
+
 class DiskTierConfig(_Settings):
     """A tier of files that outlives the process and may be shared by several.
 
@@ -177,22 +197,38 @@ class RemoteTierConfig(_Settings):
 
 
 class StoreConfig(_Settings):
-    """The tiers of the chunk store, fastest first; each may be given as a plain dict.
+    """The tiers of the chunk store, fastest first; each may be given as a plain dict, and one of 0 bytes is left out.
 
     Attributes:
-        cold: Host memory.
+        device_size: Byte budget of hot and warm together, in the memory of the model's device, which is host memory
+            without a GPU; ``None`` takes a fifth of a GPU's memory, and nothing where there is none.
+        hot_share: Share of ``device_size`` that is hot.
+        hot: Device memory for chunks that are used again and again, and for static ones, which are never pushed out.
+        warm: Device memory for what was used last.
+        cold: Host memory, pinned where there is a GPU.
         disk: Files; ``None`` for no such tier.
         remote: Redis or Valkey; ``None`` for no such tier.
         master_key: Encrypts disk and remote, with a key of its own for every namespace: bytes, the path of a key file,
             or ``"env:NAME"`` for an environment variable; ``None`` stores entries in the clear.
         admit_after: Uses after which an entry is written to disk and remote; being computed is the first.
+        hot_after: Uses after which an entry may become hot.
+        load_ahead: Chunks read from disk or remote at the same time, ahead of the layers that compute with them; 0
+            loads one after the other, before anything is computed.
+        compute_if_faster: Whether a chunk is computed anew where loading it would take longer, both as measured.
     """
 
+    device_size: ByteSize | None = None
+    hot_share: float = Field(default=0.30, ge=0.0, le=1.0)
+    hot: HotTierConfig = HotTierConfig()
+    warm: WarmTierConfig = WarmTierConfig()
     cold: MemoryTierConfig = MemoryTierConfig()
     disk: DiskTierConfig | None = None
     remote: RemoteTierConfig | None = None
     master_key: bytes | str | None = Field(default=None, repr=False)
     admit_after: int = Field(default=1, ge=1)
+    hot_after: int = Field(default=2, ge=1)
+    load_ahead: int = Field(default=3, ge=0, le=64)
+    compute_if_faster: bool = True
 
 
 class EngineConfig(_Settings):

@@ -5,28 +5,30 @@ Orchestrates and computes nothing itself. It knows chunks and prompts, and neith
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Generator, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from cachecraft_rag.answer import answer
+from cachecraft_rag.assembly import assemble
 from cachecraft_rag.capability import probe
 from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig
-from cachecraft_rag.decode import PlainDecoder, buffer_decoder, decode, end_of_sequence_ids
-from cachecraft_rag.detokenizer import Detokenizer
-from cachecraft_rag.errors import PromptTooLongError
+from cachecraft_rag.decode import buffer_decoder, end_of_sequence_ids
+from cachecraft_rag.errors import StoreError
+from cachecraft_rag.full_prefill import full_prefill
+from cachecraft_rag.intake import Intake
 from cachecraft_rag.library import ChunkLibrary, as_texts
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.model_loader import context_window, load
 from cachecraft_rag.model_state import ModelState
 from cachecraft_rag.plan import make_plan
-from cachecraft_rag.prefill import assemble, selective_prefill
+from cachecraft_rag.prefill import selective_prefill
 from cachecraft_rag.prompt import PromptEncoder, RagPrompt
 from cachecraft_rag.request import Request
-from cachecraft_rag.result import AnswerStream, FinishReason, GenerationResult
-from cachecraft_rag.sampling import Sampler
+from cachecraft_rag.result import AnswerStream, GenerationResult
 from cachecraft_rag.selection import POLICIES
 from cachecraft_rag.store import ChunkStore
 from cachecraft_rag.store.build import open_store
@@ -45,6 +47,7 @@ class CacheCraftEngine:
     Attributes:
         library: The chunks: texts that are looked for in prompts, and their KV.
         prompts: Renders and tokenises prompts.
+        intake: Makes requests of prompts.
         context_window: Largest prompt plus answer in tokens; ``None`` without a limit.
         fallback_reason: Why this model can't reuse chunks at all; ``None`` when it can.
     """
@@ -60,9 +63,10 @@ class CacheCraftEngine:
         self._adapter = ModelAdapter(model)
         self._state = ModelState(model)
         self._capability = probe(self._adapter)
-        store = store if store is not None else open_store(self.config.store)
+        store = store if store is not None else open_store(self.config.store, self._adapter.device)
         self.library = ChunkLibrary(self._adapter, self._state, self.prompts, self.config, store)
         self.context_window = self.config.context_window or context_window(self._adapter.config, tokenizer)
+        self.intake = Intake(self.prompts, self.library, self.config, self.context_window)
         self.fallback_reason = self._capability.reason
         self._eos_ids = end_of_sequence_ids(model, tokenizer)
         self._warned: set[str] = set()
@@ -156,66 +160,83 @@ class CacheCraftEngine:
 
         Errors in the arguments are raised here, errors during generation where the deltas are taken.
         """
-        started = time.perf_counter()
         if self._is_closed:
             raise RuntimeError("this engine is closed; make a new one")
-        if not isinstance(prompt, RagPrompt):
-            raise TypeError(
-                f"prompt: {type(prompt).__name__} is no RagPrompt; see RagPrompt.from_text and from_messages"
-            )
         settings = SamplingConfig.of(self.config.max_new_tokens, sampling)
-        namespace = self._namespace(namespace)
-        self.library.register(prompt.chunks, namespace)
-        encoded = self.prompts.encode(prompt, self.library.registry, namespace)
-        num_tokens = len(encoded.token_ids)
-        if num_tokens == 0:
-            raise ValueError("prompt: '' renders to no tokens; give a question, a chunk or a message")
-        if self.context_window is not None:
-            if num_tokens >= self.context_window:
-                raise PromptTooLongError(num_tokens, self.context_window)
-            room = min(settings.max_new_tokens, self.context_window - num_tokens)
-            settings = settings.model_copy(update={"max_new_tokens": room})
-        request = Request(encoded, settings, recompute or self.config.recompute, namespace, started)
+        request = self.intake.take(prompt, settings, recompute, namespace)
         return AnswerStream(self._answer(request, reuse))
 
     def generate_batch(self, prompts: Sequence[RagPrompt], **options: Any) -> list[GenerationResult]:
         """Answer several prompts, one after another; results in the same order. Options as in ``generate``."""
         return [self.generate(prompt, **options) for prompt in prompts]
 
-    def warm(self, texts: Iterable[str], show_progress: bool = False, namespace: str | None = None) -> int:
+    def warm(
+        self,
+        texts: Iterable[str],
+        show_progress: bool = False,
+        namespace: str | None = None,
+        *,
+        document_id: str | None = None,
+        static: bool = False,
+    ) -> int:
         """Compute and store the KV of chunks ahead of time, and look for their texts in later prompts.
 
         Args:
             texts: Chunk texts.
             show_progress: Whether to show a progress bar.
             namespace: Whose chunks these are; ``None`` takes the engine's.
+            document_id: The document they were cut from, for ``invalidate``.
+            static: Whether they live as long as the store: never out of date, and never pushed out of the hot tier.
 
         Returns:
             How many chunks were computed; those already stored are left alone.
         """
-        texts, namespace = as_texts(texts), self._namespace(namespace)
-        self.library.register(texts, namespace)
+        texts, namespace = as_texts(texts), self.intake.namespace(namespace)
+        self.library.register(texts, namespace, document_id)
         reason = self._reason(0)
         if reason is not None:
             self._warn(reason)
             return 0
-        return self.library.warm(texts, namespace, show_progress)
+        return self.library.warm(texts, namespace, show_progress, static)
 
-    def register(self, texts: Iterable[str], namespace: str | None = None) -> int:
-        """Look for these chunk texts in later prompts of the namespace; returns how many are new."""
-        return self.library.register(texts, self._namespace(namespace))
-
-    def invalidate(self, texts: Iterable[str] | None = None, namespace: str | None = None) -> int:
-        """Forget chunks and drop their KV, computed behind whatever.
+    def prefetch(self, texts: Iterable[str], namespace: str | None = None) -> int:
+        """Begin to load the KV of chunks from disk or remote into memory, while the user still types.
 
         Args:
-            texts: Chunk texts; ``None`` means everything in the namespace.
+            texts: Chunk texts; those not stored, or in memory already, are left alone.
             namespace: Whose chunks; ``None`` takes the engine's.
+
+        Returns:
+            How many entries are on their way; it does not wait for them.
+        """
+        return self.library.prefetch(as_texts(texts), self.intake.namespace(namespace))
+
+    def register(self, texts: Iterable[str], namespace: str | None = None, document_id: str | None = None) -> int:
+        """Look for these chunk texts, perhaps of one document, in later prompts; returns how many are new."""
+        return self.library.register(as_texts(texts), self.intake.namespace(namespace), document_id)
+
+    def invalidate(
+        self,
+        texts: Iterable[str] | None = None,
+        namespace: str | None = None,
+        *,
+        document_ids: Iterable[str] | None = None,
+    ) -> int:
+        """Forget chunks and drop their KV from every tier, computed behind whatever.
+
+        Args:
+            texts: Chunk texts. Without texts and documents, everything in the namespace goes.
+            namespace: Whose chunks; ``None`` takes the engine's.
+            document_ids: Documents all of whose chunks go, as named in ``register`` and ``warm``, in any process that
+                shares a disk or remote tier with this one.
 
         Returns:
             How many stored entries were dropped.
         """
-        return self.library.invalidate(None if texts is None else as_texts(texts), self._namespace(namespace))
+        namespace = self.intake.namespace(namespace)
+        if texts is None and document_ids is None:
+            return self.library.clear(namespace)
+        return self.library.invalidate(as_texts(texts or ()), as_texts(document_ids or ()), namespace)
 
     def verify(self) -> VerifyReport:
         """Measure the identities that reuse rests on.
@@ -237,73 +258,60 @@ class CacheCraftEngine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _answer(self, request: Request, reuse: bool) -> Generator[str, None, GenerationResult]:
+    def prefill(self, request: Request, reuse: bool) -> None:
+        """Fill in what a request knows before its first token: logits, decoding step, figures."""
         reason = self._reason(request.capacity) if reuse else "reuse=False"
         if reason is None and not request.encoded.spans:
             self._full_prefill(request, "no known chunk in the prompt")
         elif reason is None:
-            self._reuse(request)
+            try:
+                self._reuse(request)
+            except (StoreError, OSError):  # met while a layer was read: load everything first, and what fails is a miss
+                self._reuse(request, lazily=False)
         else:
             if reuse:
                 self._warn(reason)
             self._full_prefill(request, reason)
-        assert request.logits is not None
-        assert request.next_logits is not None
 
-        sampling, prompt_ids = request.sampling, request.encoded.token_ids
-        sampler = Sampler(sampling, prompt_ids, request.logits.device)
-        detokenizer = Detokenizer(lambda ids: self.prompts.decode(ids, skip_special_tokens=True), sampling.stop)
-        token_ids: list[int] = []
-        first_token_at = time.perf_counter()
-        for token_id in decode(request.logits, request.next_logits, sampler, self._eos_ids, sampling.max_new_tokens):
-            if not token_ids:
-                first_token_at = time.perf_counter()
-            token_ids.append(token_id)
-            if delta := detokenizer.push(token_id):
-                yield delta
-            if detokenizer.is_stopped:
-                break
-        if delta := detokenizer.finish():
-            yield delta
-        request.figures |= {
-            "ttft_s": first_token_at - request.started,
-            "decode_s": time.perf_counter() - first_token_at,
-            "output_tokens": len(token_ids),
-        }
+    def _answer(self, request: Request, reuse: bool) -> Generator[str, None, GenerationResult]:
+        to_text = partial(self.prompts.decode, skip_special_tokens=True)
+        try:
+            self.prefill(request, reuse)
+            text, token_ids, finish_reason = yield from answer(request, to_text, self._eos_ids)
+        finally:
+            with request.timed("store_s"):
+                self.library.settle(request.chunks)
         with request.timed("store_s"):
             self._keep_what_was_learnt(request)
-        is_full = len(token_ids) == sampling.max_new_tokens and not detokenizer.is_stopped
-        finish_reason: FinishReason = "length" if is_full else "stop"
-        return GenerationResult(detokenizer.text, tuple(token_ids), request.stats(), finish_reason)
+        return GenerationResult(text, token_ids, request.stats(), finish_reason)
 
-    def _reuse(self, request: Request) -> None:
+    def _reuse(self, request: Request, lazily: bool = True) -> None:
         """Look up, plan, encode what is missing, place, select, recompute."""
         policy = POLICIES[request.recompute.policy]
         ratio = {"none": 0.0, "all": 1.0}.get(policy.name, request.recompute.ratio)
         with request.timed("load_s"):
-            request.chunks = self.library.look_up(request.encoded, request.namespace)
+            request.chunks = self.library.look_up(request.encoded, request.namespace, lazily)
             request.count_lookups()
-        spans = [(span.start, span.end) for span in request.encoded.spans]
-        stored = [chunk.chunk_kv is not None for chunk in request.chunks]
-        exact = [chunk.is_exact for chunk in request.chunks]
-        plan = request.plan = make_plan(request.num_tokens, spans, stored, exact, ratio)
-        with request.timed("encode_s"):
-            measure = policy.needs_sensitivity and self.config.encode.sensitivity == "inline"
-            num_encoded, num_stored = self.library.encode_missing(plan, request.chunks, with_sensitivity=measure)
-        chunk_kvs = [chunk.chunk_kv for chunk in request.chunks]
-        assert self._capability.rope is not None
-        with request.timed("load_s"):
-            request.kv = self._adapter.new_kv(request.capacity)
-            assemble(plan, chunk_kvs, self._capability.rope, request.kv)
-        token_ids = torch.tensor(request.encoded.token_ids)
-        prefill = selective_prefill(
-            self._adapter, plan, chunk_kvs, token_ids, request.kv, policy, request.recompute.seed
-        )
-        request.logits, request.next_logits = prefill.logits, buffer_decoder(self._adapter, request.kv)
+        with self.store.pinned([chunk.key for chunk in request.chunks]):
+            spans = [(span.start, span.end) for span in request.encoded.spans]
+            stored = [chunk.chunk_kv is not None for chunk in request.chunks]
+            exact = [chunk.is_exact for chunk in request.chunks]
+            plan = request.plan = make_plan(request.num_tokens, spans, stored, exact, ratio)
+            with request.timed("encode_s"):
+                measure = policy.needs_sensitivity and self.config.encode.sensitivity == "inline"
+                num_encoded, num_stored = self.library.encode_missing(plan, request.chunks, with_sensitivity=measure)
+            chunk_kvs = [chunk.chunk_kv for chunk in request.chunks]
+            assert self._capability.rope is not None
+            kv = request.kv = self._adapter.new_kv(request.capacity)
+            assemble(plan, chunk_kvs, self._capability.rope, kv, self.store.readers if lazily else None)
+            token_ids = torch.tensor(request.encoded.token_ids)
+            prefill = selective_prefill(self._adapter, plan, chunk_kvs, token_ids, kv, policy, request.recompute.seed)
+        request.logits, request.next_logits = prefill.logits, buffer_decoder(self._adapter, kv)
         request.count_tokens(prefill.selected)
         token_layers = prefill.token_layers + num_encoded * self._adapter.num_layers
         request.figures |= {
             "charged_ratio": token_layers / (request.num_tokens * self._adapter.num_layers),
+            "load_s": request.figures["load_s"] + kv.fill_s,
             "select_s": prefill.select_s,
             "prefill_s": prefill.prefill_s,
             "policy": policy.name,
@@ -311,17 +319,7 @@ class CacheCraftEngine:
         }
 
     def _full_prefill(self, request: Request, reason: str) -> None:
-        """Compute the whole prompt in the ordinary way."""
-        request.figures |= {"prefilled_tokens": request.num_tokens, "fallback_reason": reason, "policy": "full_prefill"}
-        with request.timed("prefill_s"):
-            if self._capability.reason is None:
-                request.kv = self._adapter.new_kv(request.capacity)
-                request.logits = self._adapter.forward_plain(torch.tensor(request.encoded.token_ids), request.kv)
-                request.next_logits = buffer_decoder(self._adapter, request.kv)
-            else:
-                plain = PlainDecoder(self._adapter.model, self._adapter.device)
-                request.logits = plain.prefill(list(request.encoded.token_ids))
-                request.next_logits = plain.next_logits
+        full_prefill(self._adapter, request, reason, in_buffer=self._capability.reason is None)
 
     def _keep_what_was_learnt(self, request: Request) -> None:
         """After the answer: measure new chunks' sensitivity, and keep KV that turned out exact."""
@@ -332,11 +330,6 @@ class CacheCraftEngine:
             request.figures["stored_tokens"] += self.library.keep_exact(plan, request.chunks, kv)
         elif 0.0 < plan.ratio < 1.0 and POLICIES[request.recompute.policy].needs_sensitivity:
             self.library.measure_new(request.chunks)
-
-    def _namespace(self, namespace: str | None) -> str:
-        if namespace == "":
-            raise ValueError("namespace: '' is empty; give a name, or None for the engine's own")
-        return self.config.namespace if namespace is None else namespace
 
     def _reason(self, num_tokens: int) -> str | None:
         return self._capability.reason_for(num_tokens) or self._state.intervention()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 from tqdm.auto import tqdm
 
-from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.chunk_kv import ChunkKV, LayeredKV
 from cachecraft_rag.config import EngineConfig
 from cachecraft_rag.encoder import ChunkEncoder
 from cachecraft_rag.keys import ChunkKey, KeyMaker, context_hash, tokenizer_fingerprint
@@ -25,7 +25,6 @@ from cachecraft_rag.single_flight import SingleFlight
 from cachecraft_rag.store import ChunkStore
 
 _NEUTRAL_PASSAGE = "The following passages were collected from several sources. " * 6
-_HOST = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -36,20 +35,22 @@ class RequestChunk:
         token_ids: Its ids.
         exact_key: Key of its KV behind exactly the tokens that precede it in this request.
         key: Key of the entry that is used: the exact one, or the one behind the canonical prefix.
-        chunk_kv: The KV that is used; ``None`` until it is loaded or computed.
+        chunk_kv: The KV that is used, perhaps still to be read; ``None`` until it is found or computed.
         tier: Name of the tier it was found in; ``None`` when it was not stored.
+        is_declined: Whether it was left there because computing it is quicker.
     """
 
     token_ids: tuple[int, ...]
     exact_key: ChunkKey
     key: ChunkKey
-    chunk_kv: ChunkKV | None = None
+    chunk_kv: LayeredKV | None = None
     tier: str | None = None
+    is_declined: bool = False
 
     @property
     def is_exact(self) -> bool:
-        """Whether the KV that is used stands behind the same tokens as here."""
-        return self.key == self.exact_key
+        """Whether the KV that is used, to the last bit, is what the tokens before it here would give."""
+        return self.key == self.exact_key and not (self.chunk_kv is not None and self.chunk_kv.is_lossy)
 
 
 class ChunkLibrary:
@@ -79,15 +80,19 @@ class ChunkLibrary:
         self.store = store
         self._adapter, self._state, self._prompts, self._config = adapter, state, prompts, config
         self._tokenizer_fingerprint = tokenizer_fingerprint(prompts.tokenizer)
+        self._document_texts: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
         self._flight: SingleFlight[ChunkKey, ChunkKV] = SingleFlight()
         self._fingerprint = ""
         self._encoder = self._new_encoder()
 
-    def register(self, texts: Iterable[str], namespace: str) -> int:
-        """Look for these texts in later prompts of the namespace; returns how many are new."""
+    def register(self, texts: Sequence[str], namespace: str, document_id: str | None = None) -> int:
+        """Look for these texts, perhaps of a document, in later prompts of the namespace; returns how many are new."""
+        if document_id is not None:
+            self._document_texts[namespace, document_id].update(texts)
+            self.store.documents.add(namespace, document_id, self._chunks(texts, namespace))
         return self.registry.register(texts, namespace)
 
-    def warm(self, texts: Sequence[str], namespace: str, show_progress: bool) -> int:
+    def warm(self, texts: Sequence[str], namespace: str, show_progress: bool, static: bool) -> int:
         """Compute and store what is not stored yet, sensitivity included; returns how many chunks were computed."""
         keys, encoder = self._keys(namespace), self._encoder
         computed = 0
@@ -95,23 +100,40 @@ class ChunkLibrary:
             token_ids = self._prompts.encode_chunk(text.strip())
             key = keys.key(token_ids, encoder.context)
             if token_ids and not self.store.contains(key):
-                computed += self._keep(key, encoder.encode(token_ids, with_sensitivity=True))
+                computed += self._keep(key, encoder.encode(token_ids, with_sensitivity=True), static)
         return computed
 
-    def invalidate(self, texts: Sequence[str] | None, namespace: str) -> int:
-        """Forget texts of a namespace (all for ``None``) and drop their KV, made behind whatever; returns how many."""
-        if texts is None:
-            self.registry.clear(namespace)
-            return self.store.clear(namespace)
+    def prefetch(self, texts: Sequence[str], namespace: str) -> int:
+        """Begin to move the KV of chunks from slow tiers to memory, made behind whatever; returns how many entries."""
+        chunks = self._chunks(texts, namespace)
+        return self.store.prefetch([key for chunk in chunks for key in self.store.variants(chunk)])
+
+    def invalidate(self, texts: Sequence[str], document_ids: Sequence[str], namespace: str) -> int:
+        """Forget texts and documents, and drop their KV, made behind whatever; returns how many entries."""
+        chunks = set(self._chunks(texts, namespace))
+        for document_id in document_ids:
+            texts = [*texts, *self._document_texts.pop((namespace, document_id), ())]
+            chunks |= self.store.documents.chunks(namespace, document_id)
+            self.store.documents.remove(namespace, document_id)
         self.registry.forget(texts, namespace)
-        keys = self._keys(namespace)
-        chunks = [keys.chunk(self._prompts.encode_chunk(text.strip())) for text in texts]
         return sum(self.store.remove(key) for chunk in chunks for key in self.store.variants(chunk))
 
-    def look_up(self, encoded: EncodedPrompt, namespace: str) -> list[RequestChunk]:
+    def clear(self, namespace: str) -> int:
+        """Forget everything in a namespace; returns how many entries were dropped."""
+        for name in [name for name in self._document_texts if name[0] == namespace]:
+            del self._document_texts[name]
+        self.registry.clear(namespace)
+        return self.store.clear(namespace)
+
+    def look_up(self, encoded: EncodedPrompt, namespace: str, lazily: bool = True) -> list[RequestChunk]:
         """Find the stored KV of every chunk of a namespace's prompt, exact before canonical.
 
         An entry whose token ids differ (a hash collision) is removed and counts as missing.
+
+        Args:
+            encoded: The prompt.
+            namespace: Whose chunks.
+            lazily: Whether entries of slow tiers may be read later, and left where computing is quicker.
         """
         keys = self._keys(namespace)
         canonical = self._encoder.context
@@ -121,16 +143,42 @@ class ChunkLibrary:
             ids = encoded.token_ids[span.start : span.end]
             exact_key = keys.key(ids, context_hash(token_ids[: span.start]))
             canonical_key = ChunkKey(exact_key.namespace, exact_key.chunk, canonical)
-            chunk = RequestChunk(ids, exact_key, canonical_key)
-            for key in dict.fromkeys((exact_key, canonical_key)):
-                found = self.store.get_with_tier(key)
-                if found is not None and found[0].matches(ids):
-                    chunk.key, (chunk.chunk_kv, chunk.tier) = key, found
-                    break
-                if found is not None:
-                    self.store.remove(key)
-            chunks.append(chunk)
+            chunks.append(RequestChunk(ids, exact_key, canonical_key))
+        find = self._find if lazily else self._load
+        readers = self.store.readers if lazily else None
+        # Slow tiers are asked for several chunks at the same time.
+        list(map(find, chunks) if readers is None else readers.map(find, chunks))
         return chunks
+
+    def _find(self, chunk: RequestChunk) -> None:
+        for key in dict.fromkeys((chunk.exact_key, chunk.key)):
+            found = self.store.find(key)
+            if found is None:
+                continue
+            if found.kv is None:
+                chunk.is_declined = True
+            elif self._take(chunk, key, found.kv, found.tier):
+                return
+
+    def _load(self, chunk: RequestChunk) -> None:
+        for key in dict.fromkeys((chunk.exact_key, chunk.key)):
+            found = self.store.get_with_tier(key)
+            if found is not None and self._take(chunk, key, *found):
+                return
+
+    def _take(self, chunk: RequestChunk, key: ChunkKey, kv: LayeredKV, tier: str) -> bool:
+        """Use an entry for a chunk, unless it holds other tokens: then the entry goes."""
+        if not kv.matches(chunk.token_ids):
+            self.store.remove(key)
+            return False
+        chunk.key, chunk.chunk_kv, chunk.tier, chunk.is_declined = key, kv, tier, False
+        return True
+
+    def settle(self, chunks: Sequence[RequestChunk]) -> None:
+        """Move what was read from slow tiers for a request to memory."""
+        for chunk in chunks:
+            if chunk.tier is not None and chunk.chunk_kv is not None and chunk.chunk_kv.is_read:
+                self.store.settle(chunk.key, chunk.chunk_kv, chunk.tier)
 
     def encode_missing(
         self, plan: RequestPlan, chunks: Sequence[RequestChunk], with_sensitivity: bool
@@ -142,7 +190,7 @@ class ChunkLibrary:
         Returns:
             Tokens computed (passes for the sensitivity included), and tokens whose KV was stored.
         """
-        fresh: dict[ChunkKey, ChunkKV] = {}
+        fresh: dict[ChunkKey, LayeredKV] = {}
         counts: Counter[str] = Counter()
         for planned, chunk in zip(plan.chunks, chunks, strict=True):
             if planned.action is not Action.ENCODE:
@@ -155,9 +203,11 @@ class ChunkLibrary:
 
     def _encode(self, chunk: RequestChunk, with_sensitivity: bool, counts: Counter[str]) -> ChunkKV:
         """Compute and store a chunk, unless another request has stored it since it was looked up."""
-        chunk_kv = self.store.get(chunk.key)
+        chunk_kv = None if chunk.is_declined else self.store.get(chunk.key)
         if chunk_kv is None or not chunk_kv.matches(chunk.token_ids):
+            started = time.perf_counter()
             chunk_kv = self._encoder.encode(chunk.token_ids, with_sensitivity)
+            self.store.computed(chunk_kv.num_tokens, time.perf_counter() - started)
             counts["computed"] += chunk_kv.num_tokens * (2 if with_sensitivity else 1)
             counts["stored"] += chunk_kv.num_tokens if self._keep(chunk.key, chunk_kv) else 0
         return chunk_kv
@@ -188,8 +238,14 @@ class ChunkLibrary:
         self._encoder = self._new_encoder()  # without the KV of its prefix
         self.store.close()
 
-    def _keep(self, key: ChunkKey, chunk_kv: ChunkKV) -> bool:
-        return self.store.put(key, chunk_kv.to(_HOST))
+    def _keep(self, key: ChunkKey, chunk_kv: ChunkKV, static: bool = False) -> bool:
+        is_canonical = key.context == self._encoder.context
+        return self.store.put(key, chunk_kv, static=static, cfo=self._config.recompute.ratio if is_canonical else 0.0)
+
+    def _chunks(self, texts: Iterable[str], namespace: str) -> list[str]:
+        """``ChunkKey.chunk`` of texts."""
+        keys = self._keys(namespace)
+        return [keys.chunk(self._prompts.encode_chunk(text.strip())) for text in texts]
 
     def _keys(self, namespace: str) -> KeyMaker:
         """Keys for the model as it is now; the prefix's own KV is only right for these weights too."""

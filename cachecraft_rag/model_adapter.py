@@ -95,12 +95,11 @@ class _BufferLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(
-        self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor | None, start: int, end: int
-    ) -> None:
+    def __init__(self, kv: PromptKV, layer_idx: int, rows: torch.Tensor | None, start: int, end: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
-        self.keys: torch.Tensor = keys
-        self.values: torch.Tensor = values
+        self.keys: torch.Tensor = kv.keys[layer_idx]
+        self.values: torch.Tensor = kv.values[layer_idx]
+        self.kv, self.layer_idx = kv, layer_idx
         self.rows, self.start, self.end = rows, start, end
         self.is_initialized = True
 
@@ -110,6 +109,7 @@ class _BufferLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.kv.ready(self.layer_idx)  # the layer before this one has computed while it was loaded
         if self.rows is None:
             self.keys[:, :, self.start : self.end] = key_states
             self.values[:, :, self.start : self.end] = value_states
@@ -235,7 +235,7 @@ class ModelAdapter:
         start, end = int(positions[0]), int(positions[-1]) + 1
         is_run = end - start == positions.numel()
         rows = None if is_run else positions.to(kv.keys.device)
-        layers: list[Any] = [_BufferLayer(k, v, rows, start, end) for k, v in zip(kv.keys, kv.values, strict=True)]
+        layers: list[Any] = [_BufferLayer(kv, layer_idx, rows, start, end) for layer_idx in range(self.num_layers)]
         with self._lock:  # before the model's own attention is read: another thread may have ours set
             context = _RowAttention(positions, self.windows, self._base_attention(), record_from, {})
             with self._own_attention(context):
@@ -257,7 +257,7 @@ class ModelAdapter:
             Logits of the last token, ``[vocab_size]`` float32.
         """
         end = token_ids.numel()
-        layers: list[Any] = [_BufferLayer(k, v, None, 0, end) for k, v in zip(kv.keys, kv.values, strict=True)]
+        layers: list[Any] = [_BufferLayer(kv, layer_idx, None, 0, end) for layer_idx in range(self.num_layers)]
         with self._lock:
             logits = self._call(token_ids, torch.arange(end), Cache(layers=layers))
         kv.length = end

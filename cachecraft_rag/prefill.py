@@ -1,4 +1,4 @@
-"""From stored chunks to the logits of the prompt's last token: place, select, recompute."""
+"""From placed chunks to the logits of the prompt's last token: select, recompute."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.chunk_kv import LayeredKV
 from cachecraft_rag.model_adapter import ModelAdapter
-from cachecraft_rag.plan import Action, RequestPlan
+from cachecraft_rag.plan import RequestPlan
 from cachecraft_rag.prompt_kv import PromptKV
-from cachecraft_rag.rope import RopeSpec
 from cachecraft_rag.selection import SelectionContext, SelectionPolicy
 
 
@@ -24,8 +23,8 @@ class PrefillResult:
         logits: Logits of the prompt's last token, ``[vocab_size]`` float32.
         selected: Positions of the chunk tokens that were computed again, ``[num_selected]`` int64, increasing.
         token_layers: Tokens times layers that were computed, selection passes included.
-        select_s: Seconds spent on choosing tokens.
-        prefill_s: Seconds of the main forward pass.
+        select_s: Seconds spent on choosing tokens, without those spent on loading.
+        prefill_s: Seconds of the main forward pass, likewise.
     """
 
     logits: torch.Tensor
@@ -35,27 +34,10 @@ class PrefillResult:
     prefill_s: float
 
 
-def assemble(plan: RequestPlan, chunk_kvs: Sequence[ChunkKV | None], rope: RopeSpec, kv: PromptKV) -> None:
-    """Move every chunk's KV to its place in the prompt.
-
-    Args:
-        plan: Where the chunks go.
-        chunk_kvs: The KV of every chunk that is not prefilled, on any device; left unchanged.
-        rope: The rotation of every layer.
-        kv: The prompt's buffer.
-    """
-    for chunk, chunk_kv in zip(plan.chunks, chunk_kvs, strict=True):
-        if chunk.action is Action.PREFILL:
-            continue
-        assert chunk_kv is not None, "every chunk that is not prefilled has KV"
-        keys = chunk_kv.keys.to(kv.keys.device, non_blocking=True)
-        kv.place(chunk.start, rope.rerotate(keys, chunk.start - chunk_kv.base), chunk_kv.values)
-
-
 def selective_prefill(
     adapter: ModelAdapter,
     plan: RequestPlan,
-    chunk_kvs: Sequence[ChunkKV | None],
+    chunk_kvs: Sequence[LayeredKV | None],
     token_ids: torch.Tensor,
     kv: PromptKV,
     policy: SelectionPolicy,
@@ -68,11 +50,11 @@ def selective_prefill(
         plan: What is where, and the budget.
         chunk_kvs: The KV of the chunks, for their sensitivity.
         token_ids: ``[num_tokens]`` int64, the whole prompt.
-        kv: The buffer with all stored chunks in place.
+        kv: The buffer that the stored chunks are put into.
         policy: Chooses the tokens, when the budget is neither nothing nor everything.
         seed: Seed of random choices.
     """
-    started = time.perf_counter()
+    started, filled = time.perf_counter(), kv.fill_s
     passes = _Passes(adapter, plan, token_ids, kv)
     candidates = _candidates(plan)
     num_candidates = candidates.numel()
@@ -83,13 +65,14 @@ def selective_prefill(
     else:
         context = _selection_context(plan, chunk_kvs, candidates, adapter.num_layers, seed, passes)
         selected = candidates[policy.select(context)]
-    select_s = time.perf_counter() - started
+    select_s = time.perf_counter() - started - (kv.fill_s - filled)
 
-    started = time.perf_counter()
+    started, filled = time.perf_counter(), kv.fill_s
     rows = torch.cat([selected, passes.free_rows()]).sort().values
     logits = adapter.forward_rows(token_ids[rows], rows, kv)
     token_layers = passes.token_layers + rows.numel() * adapter.num_layers
-    return PrefillResult(logits, selected, token_layers, select_s, time.perf_counter() - started)
+    prefill_s = time.perf_counter() - started - (kv.fill_s - filled)
+    return PrefillResult(logits, selected, token_layers, select_s, prefill_s)
 
 
 class _Passes:
@@ -128,7 +111,7 @@ class _Passes:
             layer_idx = min(1, self._adapter.num_layers - 1)
             positions = torch.arange(self._token_ids.numel())
             fresh = self._adapter.capture(self._token_ids, positions, layer_idx + 1)[layer_idx][0][0]
-            stored = self._kv.keys[layer_idx, 0]
+            stored, _ = self._kv.layer(layer_idx)
             index = self._candidates.to(stored.device)
             change = fresh[:, index].float() - stored[:, index].float()
             self._deviation = change.square().sum(dim=(0, 2))
@@ -145,7 +128,7 @@ def _candidates(plan: RequestPlan) -> torch.Tensor:
 
 def _selection_context(
     plan: RequestPlan,
-    chunk_kvs: Sequence[ChunkKV | None],
+    chunk_kvs: Sequence[LayeredKV | None],
     candidates: torch.Tensor,
     num_layers: int,
     seed: int,

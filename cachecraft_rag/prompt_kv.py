@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 
 
@@ -12,6 +15,7 @@ class PromptKV:
         keys: ``[num_layers, 1, num_kv_heads, capacity, head_dim]``, model dtype; unwritten positions are zero.
         values: The same for values (their head_dim may differ).
         length: Number of leading positions that hold the KV of tokens.
+        fill_s: Seconds spent on putting stored KV in place, waiting for it included.
     """
 
     def __init__(
@@ -28,11 +32,39 @@ class PromptKV:
         self.keys = torch.zeros(*shape, key_dim, dtype=dtype, device=device)
         self.values = torch.zeros(*shape, value_dim, dtype=dtype, device=device)
         self.length = 0
+        self.fill_s = 0.0
+        self._fill: Callable[[int], None] | None = None
+        self._num_filled = num_layers
 
     @property
     def capacity(self) -> int:
         """Largest number of positions."""
         return self.keys.shape[3]
+
+    def fill_by(self, fill: Callable[[int], None]) -> None:
+        """Have stored KV put in place by ``fill(layer_idx)``, called once per layer, in order, when it is needed."""
+        self._fill, self._num_filled = fill, 0
+
+    def ready(self, layer_idx: int) -> None:
+        """Make sure that stored KV of the layers up to this one is in place.
+
+        Raises:
+            CorruptEntryError: The stored KV turned out to be damaged.
+        """
+        if self._num_filled > layer_idx or self._fill is None:
+            return
+        started = time.perf_counter()
+        try:
+            while self._num_filled <= layer_idx:
+                self._fill(self._num_filled)
+                self._num_filled += 1
+        finally:
+            self.fill_s += time.perf_counter() - started
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, ``[num_kv_heads, capacity, head_dim]`` each, stored KV in place."""
+        self.ready(layer_idx)
+        return self.keys[layer_idx, 0], self.values[layer_idx, 0]
 
     def place(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy the KV of a run of tokens to positions ``start...``.
@@ -48,4 +80,5 @@ class PromptKV:
 
     def slice(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the keys and values at positions ``[start, end)``, each ``[num_layers, num_kv_heads, n, dim]``."""
+        self.ready(self.keys.shape[0] - 1)
         return self.keys[:, 0, :, start:end].clone(), self.values[:, 0, :, start:end].clone()

@@ -76,6 +76,7 @@ class Request:
             "chunk_hits": len(loaded),
             "chunk_misses": len(self.chunks) - len(loaded),
             "hits_by_tier": dict(Counter(chunk.tier for chunk in self.chunks if chunk.tier is not None)),
+            "loads_declined": sum(chunk.is_declined for chunk in self.chunks),
             "bytes_loaded": sum(chunk_kv.nbytes for chunk_kv in loaded),
         }
 

@@ -30,22 +30,26 @@ class RotaryLayout:
         return 2 * self.inv_freq.numel()
 
 
-def rerotate_keys(keys: torch.Tensor, delta: int, layout: RotaryLayout) -> torch.Tensor:
+def rerotate_keys(
+    keys: torch.Tensor, delta: int, layout: RotaryLayout, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Move rotated keys by ``delta`` positions.
 
     Args:
         keys: ``[..., num_tokens, head_dim]``, any float dtype; not modified.
         delta: New position minus old position, in tokens; the same for all rows.
         layout: The rotation of the layer the keys belong to.
+        out: Where the moved keys are written, same shape and dtype as ``keys``; ``None`` makes a new tensor.
 
     Returns:
-        Keys of the same shape and dtype; the angles and the rotation are computed in float32.
+        Keys of the same shape and dtype, ``keys`` themselves where there is nothing to do and no ``out``. Angles and
+        rotation are computed in float32.
     """
     if delta == 0:
-        return keys
+        return keys if out is None else out.copy_(keys, non_blocking=True)
     angle = delta * layout.inv_freq.to(device=keys.device, dtype=torch.float32)
     cos, sin = angle.cos(), angle.sin()
-    rotated = torch.empty_like(keys)
+    rotated = torch.empty_like(keys) if out is None else out
     width = layout.rotary_dim
     if layout.interleaved:
         pairs = keys[..., :width].float().unflatten(-1, (width // 2, 2))

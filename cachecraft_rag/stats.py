@@ -22,9 +22,10 @@ class RequestStats(BaseModel):
         chunk_hits: Chunks of the prompt that were found in the store.
         chunk_misses: Chunks of the prompt that were not.
         hits_by_tier: Chunks found, by the name of the tier that held them.
+        loads_declined: Chunks among the misses that a slow tier has, but that were computed because that is quicker.
         stored_tokens: Tokens of chunks whose KV this request put into the store.
         bytes_loaded: Bytes of KV taken from the store.
-        load_s: Time to look up, move and place stored KV.
+        load_s: Time to look up, move and place stored KV; what is read while something computes costs none.
         encode_s: Time to compute the KV of chunks that were not stored, before the first token.
         select_s: Time to choose the tokens to recompute, selection passes included.
         prefill_s: Time of the forward pass that computes the selected and the new tokens.
@@ -47,6 +48,7 @@ class RequestStats(BaseModel):
     chunk_hits: int = 0
     chunk_misses: int = 0
     hits_by_tier: dict[str, int] = Field(default_factory=dict)
+    loads_declined: int = 0
     stored_tokens: int = 0
     bytes_loaded: int = 0
     load_s: float = 0.0

@@ -63,9 +63,6 @@ def prefill_logits(
     encoded = engine.prompts.encode(prompt, engine.library.registry)
     settings = RecomputeConfig(**recompute) if recompute else engine.config.recompute
     request = Request(encoded, SamplingConfig(max_new_tokens=4), settings, engine.config.namespace, started=0.0)
-    if reuse:
-        engine._reuse(request)
-    else:
-        engine._full_prefill(request, "reuse=False")
+    engine.prefill(request, reuse)
     assert request.logits is not None
     return request.logits, request

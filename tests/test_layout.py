@@ -28,8 +28,8 @@ MAX_LINES = 350
 # A package counts as one module here. Names of modules that are still to be written may stand in the table.
 LAYERS = (
     ("errors", "config", "stats", "single_flight"),
-    ("keys",),
-    ("rope", "attention"),
+    ("keys", "cfo", "variants"),
+    ("rope", "attention", "attention_record"),
     ("chunk_kv", "prompt_kv"),
     ("registry", "segment_tokenizer"),
     ("chat_template",),
@@ -42,8 +42,10 @@ LAYERS = (
     ("prefill", "sampling"),
     ("decode", "encoder"),
     ("store",),
+    ("assembly",),
     ("library", "result"),
     ("request",),
+    ("answer", "full_prefill", "intake"),
     ("engine",),
     ("engine_pool", "feed", "steps"),
     ("scheduler",),
@@ -54,7 +56,7 @@ LAYERS = (
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 STORE_MAY_IMPORT = {"store", "errors", "config", "keys", "chunk_kv", "stats"}
-WITHOUT_TORCH = {"plan", "registry", "splitting"}
+WITHOUT_TORCH = {"cfo", "plan", "registry", "splitting", "variants"}
 TRANSFORMERS_INTERNALS = (
     "transformers.cache_utils",
     "transformers.integrations",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cachecraft_rag.assembly import assemble
 from cachecraft_rag.capability import probe
 from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.encoder import ChunkEncoder
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.plan import RequestPlan, make_plan
-from cachecraft_rag.prefill import assemble, selective_prefill
+from cachecraft_rag.prefill import selective_prefill
 from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.selection import POLICIES
 from cachecraft_rag.selection.base import SelectionContext

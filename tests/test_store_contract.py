@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
@@ -211,7 +212,43 @@ def test_hits_and_misses_are_counted(kind: Kind) -> None:
         store.get(key(chunk))
     stats = store.stats()
     assert (stats.hits, stats.misses, stats.hit_tokens, stats.errors, stats.corrupt) == (2, 1, 32, 0, 0)
-    assert 0 < stats.load_p50_s <= stats.load_p95_s < 5
+    assert 0 < stats.open_s < 5
+    tier = stats.tiers[0] if stats.tiers else stats
+    assert 0 < tier.load_p50_s <= tier.load_p95_s <= tier.load_s < 5
+    assert tier.bytes - 8 < tier.bytes_loaded / 2 <= tier.bytes  # a disk counts names of namespaces too
+    assert tier.load_bytes_per_s == tier.bytes_loaded / tier.load_s
+
+
+def test_an_opened_entry_is_a_use_and_gives_the_layers_of_the_whole(kind: Kind) -> None:
+    store = kind.make(100)
+    for size in (16, 1500):
+        whole = entry(size, of=key("a"))
+        store.put(key("a"), whole)
+        settle(store)
+        opened = store.open(key("a"))
+        assert opened is not None
+        assert (opened.num_tokens, opened.num_layers, opened.base) == (size, 2, whole.base)
+        assert opened.matches(whole.token_ids)
+        for layer_idx in range(2):
+            keys, values = opened.layer(layer_idx)
+            assert torch.equal(keys, whole.keys[layer_idx])
+            assert torch.equal(values, whole.values[layer_idx])
+        assert opened.is_read
+        assert is_same(opened.complete(), whole)
+    assert store.open(key("b")) is None
+    stats = store.stats()
+    assert (stats.hits, stats.misses, stats.hit_tokens) == (2, 1, 1516)
+
+
+def test_an_opened_entry_outlives_its_removal(kind: Kind) -> None:
+    store = kind.make(200)
+    store.put(key("a"), entry(2100, of=key("a")))
+    settle(store)
+    opened = store.open(key("a"))
+    assert store.remove(key("a"))
+    store.close()
+    assert opened is not None
+    assert is_same(opened.complete(), entry(2100, of=key("a")))
 
 
 def test_the_tier_that_had_an_entry_is_named(kind: Kind) -> None:

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store import ChunkStore, MemoryStore
+from cachecraft_rag.store.precision import PackedKV
 
 BYTES_PER_TOKEN = 2 * 4 * 4 + 4  # keys and values of 4 float32 numbers, and the id
 
@@ -292,3 +293,18 @@ def test_threads_never_push_it_over_its_budget() -> None:
     assert len(left) == len(memory)
     kept = [memory.get(name) for name in left]
     assert sum(chunk_kv.nbytes for chunk_kv in kept if chunk_kv is not None) == memory.nbytes
+
+
+def test_an_opened_entry_is_given_as_it_is_held() -> None:
+    memory, chunk_kv = store(10), entry()
+    memory.put(key("a"), chunk_kv)
+    assert memory.open(key("a")) is chunk_kv
+    assert memory.open(key("b")) is None
+    packed = MemoryStore(1000, precision="int8")
+    packed.put(key("a"), chunk_kv)
+    opened = packed.open(key("a"))
+    assert isinstance(opened, PackedKV)
+    assert opened.nbytes == packed.nbytes
+    assert torch.equal(opened.layer(0)[0], chunk_kv.keys[0])
+    stats = packed.stats()
+    assert (stats.hits, stats.bytes_loaded, stats.load_bytes_per_s > 0) == (1, packed.nbytes, True)

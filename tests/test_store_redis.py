@@ -18,6 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.store import RedisStore
 from cachecraft_rag.store.redis_client import parse_url
 from tests.redis_server import RedisServer, free_port, need_redis_server, own_redis_server, redis_server
@@ -180,6 +181,45 @@ def test_a_damaged_entry_is_a_counted_miss_and_is_removed(redis_server: RedisSer
     assert store.get(key("a")) is None
     assert not store.contains(key("a"))
     assert (store.stats().corrupt, store.stats().misses, len(store)) == (1, 1, 0)
+
+
+def test_damage_of_a_layer_is_found_when_it_is_read_and_the_entry_is_dropped(redis_server: RedisServer) -> None:
+    store = store_on(redis_server, prefix="late")
+    store.put(key("a"), entry(1500))
+    with redis_server.client() as client:
+        name = next(name for name in client.scan_iter(match="late:*") if name.endswith(b":1"))
+        data = bytearray(client.get(name) or b"")
+        data[-100] ^= 1
+        client.set(name, bytes(data))
+    opened = store.open(key("a"))
+    assert opened is not None
+    opened.read(0)
+    assert (store.stats().hits, store.stats().corrupt) == (1, 0)
+    for _ in range(2):
+        with pytest.raises(CorruptEntryError, match="layer 1"):
+            opened.layer(1)
+    assert (store.stats().corrupt, len(store)) == (1, 0)
+    assert store.get(key("a")) is None
+
+
+def test_fetching_counts_as_loading(redis_server: RedisServer) -> None:
+    store = store_on(redis_server)
+    store.put(key("a"), entry(1500))
+    original = store._client.run
+
+    def run_slowly(script: str, keys: list[str], *arguments: str | bytes | int) -> Any:
+        time.sleep(0.02)
+        return original(script, keys, *arguments)
+
+    store._client.run = run_slowly  # type: ignore[method-assign]
+    opened = store.open(key("a"))
+    assert opened is not None
+    assert store.stats().bytes_loaded == 0
+    opened.complete()
+    stats = store.stats()
+    assert stats.bytes_loaded == opened.nbytes == store.nbytes
+    assert stats.load_s >= 0.02
+    assert stats.open_s >= 0.02
 
 
 def test_an_entry_that_was_cleared_while_it_was_written_stays_away(redis_server: RedisServer) -> None:

@@ -297,7 +297,7 @@ def test_the_disk_holds_what_its_codec_says(tmp_path: Path) -> None:
         (lambda path: TieredStore([memory(1, "a"), memory(1, "a")]), "with different names"),
         (lambda path: TieredStore([DiskStore(path, 1), memory(1, "a")]), "persistent ones last"),
         (lambda path: TieredStore([memory(1, "a")], admit_after=0), "admit_after: 0 is below 1"),
-        (lambda path: TieredStore([memory(1, "a")], max_waiting_bytes=-1), "max_waiting_bytes: -1 is negative"),
+        (lambda path: TieredStore([memory(1, "a")], max_waiting_bytes=-1), "max_waiting_bytes: -1 is below 0"),
     ],
 )
 def test_a_useless_setting_is_refused(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:

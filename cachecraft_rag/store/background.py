@@ -39,7 +39,7 @@ class BackgroundWriter:
         max_bytes: Most bytes of waiting entries; what comes on top is refused.
     """
 
-    def __init__(self, write: Callable[[WriteTask], None], idle: Callable[[], None], max_bytes: int) -> None:
+    def __init__(self, write: Callable[[WriteTask], None], idle: Callable[[], object], max_bytes: int) -> None:
         self._write, self._idle, self._max_bytes = write, idle, max_bytes
         self._waiting: OrderedDict[ChunkKey, WriteTask] = OrderedDict()
         self._current: WriteTask | None = None

@@ -5,13 +5,31 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import ClassVar
 
-from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.chunk_kv import ChunkKV, LayeredKV
 from cachecraft_rag.keys import ChunkKey
+from cachecraft_rag.store.documents import Documents, MemoryDocuments
+from cachecraft_rag.store.entry_check import EntryCheck
+from cachecraft_rag.store.entry_info import EntryInfo
 from cachecraft_rag.store.pins import Pins
 from cachecraft_rag.store.tier_stats import TierCounters, TierStats
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Where an entry is.
+
+    Attributes:
+        tier: Name of the tier that has it.
+        kv: The entry, perhaps not read yet; ``None`` where computing it anew is quicker than loading it.
+    """
+
+    tier: str
+    kv: LayeredKV | None
 
 
 class ChunkStore(ABC):
@@ -25,6 +43,7 @@ class ChunkStore(ABC):
     Attributes:
         name: As given.
         counters: What happened so far.
+        documents: Which chunks a document was cut into.
         is_persistent: Whether entries outlive the process and may be seen by others.
     """
 
@@ -33,11 +52,19 @@ class ChunkStore(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.counters = TierCounters(name, logging.getLogger(type(self).__module__))
+        self.documents: Documents = MemoryDocuments()
         self._pins = Pins()
 
     @abstractmethod
     def get(self, key: ChunkKey) -> ChunkKV | None:
         """The entry, which counts as a use of it; ``None`` when it is not there. Callers must not modify it."""
+
+    def open(self, key: ChunkKey) -> LayeredKV | None:
+        """Like ``get``, but layers may be left to be unpacked or read when they are needed.
+
+        What turns out to be damaged then is counted and removed, and raises ``CorruptEntryError`` where it is read.
+        """
+        return self.get(key)
 
     @abstractmethod
     def put(self, key: ChunkKey, chunk_kv: ChunkKV, *, static: bool = False, cfo: float = 0.0) -> bool:
@@ -69,6 +96,29 @@ class ChunkStore(ABC):
     def clear(self, namespace: str | None = None) -> int:
         """Drop the entries of a namespace, or all, pinned or not; returns how many."""
 
+    @abstractmethod
+    def entries(self, namespace: str | None = None) -> list[EntryInfo]:
+        """The entries of a namespace, or all, in no order; does not count as a use of them."""
+
+    @abstractmethod
+    def shrink(self, nbytes: int) -> int:
+        """Evict, as for lack of room, until at most so many bytes are held or only pinned entries are left.
+
+        Returns:
+            How many entries went.
+
+        Raises:
+            ValueError: A negative number of bytes.
+        """
+
+    def verify(self, namespace: str | None = None) -> Iterator[EntryCheck]:
+        """Read every entry of a namespace, or all, in full, one by one.
+
+        That does not count as a use, and nothing is removed: entries of another master key look damaged too, so it is
+        for the caller to ``remove`` them. Tiers in memory have nothing to check.
+        """
+        return iter(())
+
     @property
     @abstractmethod
     def nbytes(self) -> int:
@@ -95,6 +145,28 @@ class ChunkStore(ABC):
         """``get``, together with the name of the tier that had it."""
         chunk_kv = self.get(key)
         return None if chunk_kv is None else (chunk_kv, self.name)
+
+    def find(self, key: ChunkKey) -> Found | None:
+        """Like ``open``, but an entry is only loaded where that is quicker than computing it."""
+        kv = self.open(key)
+        return None if kv is None else Found(self.name, kv)
+
+    def settle(self, key: ChunkKey, kv: LayeredKV, tier: str) -> None:
+        """Take note that an entry that ``find`` gave has been read: from here on it is in a faster tier."""
+        return
+
+    def prefetch(self, keys: Iterable[ChunkKey]) -> int:
+        """Begin to move entries from slow tiers to memory, without waiting for it; returns how many."""
+        return 0
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Take note of how fast KV is computed here: what loading it is measured against."""
+        return
+
+    @property
+    def readers(self) -> Executor | None:
+        """Threads that read ahead from slow tiers; ``None`` without such tiers, or where they are not to be used."""
+        return None
 
     def get_many(self, keys: Sequence[ChunkKey]) -> list[ChunkKV | None]:
         """``get`` for several keys, in order."""
@@ -140,3 +212,13 @@ class ChunkStore(ABC):
         finally:
             for key in taken:
                 self.unpin(key)
+
+
+def check_nbytes(nbytes: int) -> None:
+    """Refuse a target of ``shrink`` that is none.
+
+    Raises:
+        ValueError: It is negative.
+    """
+    if nbytes < 0:
+        raise ValueError(f"nbytes: {nbytes} is negative; give 0 or more bytes")

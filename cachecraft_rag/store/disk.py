@@ -6,8 +6,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import ClassVar
+from contextlib import suppress
+from functools import partial
 
 from filelock import FileLock
 
@@ -15,19 +15,26 @@ from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.config import EvictionPolicyName
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.keys import ChunkKey
-from cachecraft_rag.store.base import ChunkStore
+from cachecraft_rag.store.base import check_nbytes
 from cachecraft_rag.store.codec import EntryCodec
 from cachecraft_rag.store.disk_index import DiskEntry, DiskIndex
-from cachecraft_rag.store.disk_layout import DiskLayout, EntryName, read_shards
+from cachecraft_rag.store.disk_layout import DiskLayout, EntryName, open_shards
+from cachecraft_rag.store.disk_survey import check_entry, entry_info
+from cachecraft_rag.store.documents import DiskDocuments
+from cachecraft_rag.store.entry_check import EntryCheck
+from cachecraft_rag.store.entry_info import EntryInfo
+from cachecraft_rag.store.lazy import LazyKV
+from cachecraft_rag.store.persistent import PersistentStore
 
 _LOCK_WAIT_S = 10.0
 
 
-class DiskStore(ChunkStore):
+class DiskStore(PersistentStore):
     """Keeps every entry as a folder of files. Safe for threads and for processes that share the path.
 
     Writers take turns, so that the bytes of all of them stay within the budget; readers wait for nobody. The budget
-    holds for the sizes of all files, and every process must give the same one: the smallest wins.
+    holds for the sizes of all files, and every process must give the same one: the smallest wins. What is evicted while
+    a request still reads it is gone from the folders at once; the system frees its blocks when it has been read.
 
     Args:
         path: Folder on a local file system; made when missing. Only a folder of our own inside it is touched.
@@ -38,8 +45,6 @@ class DiskStore(ChunkStore):
         clock: Source of the time in seconds, the same for all processes.
         name: Name of the tier in statistics.
     """
-
-    is_persistent: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -60,6 +65,7 @@ class DiskStore(ChunkStore):
         self._codec = EntryCodec() if codec is None else codec
         self._ttl_s, self._clock = ttl_s, clock
         self._layout = DiskLayout(path)
+        self.documents = DiskDocuments(self._layout.root / "documents", self._guarded)
         self._index = DiskIndex(self._layout, policy, lambda foreign: self.counters.count("corrupt"))
         self._lock = threading.RLock()  # guards the index
         self._writing = threading.Lock()  # one writer per process waits for the file lock
@@ -71,18 +77,6 @@ class DiskStore(ChunkStore):
                 with self._lock:
                     self._refresh()
                     self._make_room(None, 0)
-
-    def get(self, key: ChunkKey) -> ChunkKV | None:
-        """The entry, read and decoded."""
-        started = time.perf_counter()
-        chunk_kv = None
-        with self._guarded("reading"):
-            chunk_kv = self._read(key)
-        if chunk_kv is None:
-            self.counters.count("misses")
-            return None
-        self.counters.hit(chunk_kv.num_tokens, time.perf_counter() - started)
-        return chunk_kv
 
     def put(self, key: ChunkKey, chunk_kv: ChunkKV, *, static: bool = False, cfo: float = 0.0) -> bool:
         """Write an entry; it survives a power cut once this returns ``True``."""
@@ -131,6 +125,7 @@ class DiskStore(ChunkStore):
     def clear(self, namespace: str | None = None) -> int:
         """Delete the entries of a namespace, or all."""
         cleared = 0
+        self.documents.clear(namespace)
         with self._guarded("clearing"), self._lock:
             self._refresh()
         with self._lock:
@@ -138,6 +133,26 @@ class DiskStore(ChunkStore):
                 with self._guarded("clearing"):
                     cleared += self._delete(key)
         return cleared
+
+    def entries(self, namespace: str | None = None) -> list[EntryInfo]:
+        """The entries of a namespace, or all."""
+        return [entry_info(entry, self.name, entry.key in self._pins) for entry in self._listed(namespace)]
+
+    def verify(self, namespace: str | None = None) -> Iterator[EntryCheck]:
+        """Read every entry of a namespace, or all, in full; ``DiskSurvey`` does so without opening a store."""
+        for entry in self._listed(namespace):
+            check = check_entry(entry, entry_info(entry, self.name, entry.key in self._pins), self._codec)
+            if check is not None:
+                yield check
+
+    def shrink(self, nbytes: int) -> int:
+        """Evict until the files of all processes take at most so many bytes."""
+        check_nbytes(nbytes)
+        num_gone = 0
+        with self._guarded("shrinking"), self._writing, self._file_lock, self._lock:
+            self._refresh()
+            num_gone = self._evict_down_to(nbytes)
+        return num_gone
 
     @property
     def nbytes(self) -> int:
@@ -169,23 +184,21 @@ class DiskStore(ChunkStore):
         with self._lock:
             self._index.policy.release(key)
 
-    def _read(self, key: ChunkKey) -> ChunkKV | None:
+    def _opened(self, key: ChunkKey, on_read: Callable[[int, float], None]) -> LazyKV | None:
         with self._lock:
             entry = self._find(key)
         if entry is None:
             return None
+        discard = partial(self._discard, entry)
         try:
-            chunk_kv = self._codec.decode(key, read_shards(entry.path))
+            lazy = self._codec.open(key, open_shards(entry.path), on_corrupt=discard, on_read=on_read)
         except FileNotFoundError:  # another process removed or replaced it since
             with self._lock:
                 if self._index.entries.get(key) is entry:
                     self._index.forget(key)
             return None
         except CorruptEntryError:
-            self.counters.count("corrupt")
-            with self._lock:
-                if self._index.entries.get(key) is entry:
-                    self._delete(key)
+            discard()
             return None
         now = self._clock()
         with self._lock:
@@ -193,7 +206,14 @@ class DiskStore(ChunkStore):
                 self._index.use(entry, now)
         with self._guarded("noting a use"), suppress(FileNotFoundError):  # evicted meanwhile
             os.utime(entry.path, (now, now))
-        return chunk_kv
+        return lazy
+
+    def _discard(self, entry: DiskEntry) -> None:
+        """Count a damaged entry, and delete it unless another has taken its place."""
+        self.counters.count("corrupt")
+        with self._guarded("removing"), self._lock:
+            if self._index.entries.get(entry.key) is entry:
+                self._delete(entry.key)
 
     def _find(self, key: ChunkKey) -> DiskEntry | None:
         self._index.refresh_bucket(self._layout.bucket(key))
@@ -219,17 +239,30 @@ class DiskStore(ChunkStore):
             nbytes += len(key.namespace.encode())
         if nbytes > self.capacity_bytes - pinned - self._index.overhead:
             return False
-        nbytes += self._layout.temporary_bytes()
-        while self._index.nbytes + nbytes > self.capacity_bytes:
+        most = self.capacity_bytes - nbytes - self._layout.temporary_bytes()
+        self._evict_down_to(most)
+        return self._index.nbytes <= most
+
+    def _evict_down_to(self, nbytes: int) -> int:
+        """Evict until entries and names take at most so many bytes, or all are pinned. With the lock held."""
+        num_gone = 0
+        while self._index.nbytes > nbytes:
             victim = self._index.policy.victim(lambda name: name in self._pins)
             if victim is None:
-                return False
-            entry = entries[victim]
+                break
+            entry = self._index.entries[victim]
             if entry.look_again():
                 self._index.use(entry, entry.used_at)
             elif self._delete(victim):
                 self.counters.count("evictions")
-        return True
+                num_gone += 1
+        return num_gone
+
+    def _listed(self, namespace: str | None) -> list[DiskEntry]:
+        with self._guarded("listing"), self._lock:
+            self._refresh()
+        with self._lock:
+            return [entry for entry in self._index.entries.values() if namespace in (None, entry.key.namespace)]
 
     def _delete(self, key: ChunkKey) -> bool:
         entry = self._index.entries.get(key)
@@ -237,11 +270,3 @@ class DiskStore(ChunkStore):
             return False
         self._index.forget(key)
         return self._index.delete(entry.path)
-
-    @contextmanager
-    def _guarded(self, doing: str) -> Iterator[None]:
-        """Count and log what the file system refuses, instead of raising it."""
-        try:
-            yield
-        except OSError as error:
-            self.counters.error(doing, error)

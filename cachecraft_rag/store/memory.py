@@ -7,17 +7,20 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.config import EvictionPolicyName, Precision
 from cachecraft_rag.keys import ChunkKey
-from cachecraft_rag.store.base import ChunkStore
+from cachecraft_rag.store.base import ChunkStore, check_nbytes
+from cachecraft_rag.store.entry_info import EntryInfo
 from cachecraft_rag.store.evicted import Evicted
 from cachecraft_rag.store.eviction import EvictionPolicy, make_policy
 from cachecraft_rag.store.precision import PRECISIONS, PackedKV, pack
 
+_KV = TypeVar("_KV", ChunkKV, ChunkKV | PackedKV)
 _RELIEVED_FILL = 0.9  # share of the budget that background lowering leaves in use
 
 
@@ -45,6 +48,8 @@ class MemoryStore(ChunkStore):
             anything is pushed out; ``None`` never. Static entries are exempt.
         demote_to: The precision that such entries are lowered to.
         device: Where tensors are held; ``None`` leaves them where they are.
+        pin_memory: Whether host memory is page-locked, so that a GPU copies from it while it computes.
+        pins_static: Whether static entries are never pushed out.
     """
 
     def __init__(
@@ -59,6 +64,8 @@ class MemoryStore(ChunkStore):
         demote_after_s: float | None = None,
         demote_to: Precision = "int4",
         device: torch.device | None = None,
+        pin_memory: bool = False,
+        pins_static: bool = False,
     ) -> None:
         super().__init__(name)
         if capacity_bytes < 0:
@@ -72,10 +79,12 @@ class MemoryStore(ChunkStore):
         self.capacity_bytes = capacity_bytes
         self.on_evict, self.demote_after_s = on_evict, demote_after_s
         self._precision, self._demote_to, self._device = precision, demote_to, device
+        self._pin_memory, self._pins_static = pin_memory, pins_static
         self._ttl_s, self._clock = ttl_s, clock
         self._policy: EvictionPolicy[ChunkKey] = make_policy(policy)
         self._entries: dict[ChunkKey, _Slot] = {}
         self._variants: defaultdict[str, set[ChunkKey]] = defaultdict(set)
+        self._static: set[ChunkKey] = set()
         # Longest unused first; the second holds only what can still be lowered. Static entries are in neither.
         self._aging: OrderedDict[ChunkKey, None] = OrderedDict()
         self._full: OrderedDict[ChunkKey, None] = OrderedDict()
@@ -84,6 +93,13 @@ class MemoryStore(ChunkStore):
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         """The entry, unpacked where it is held packed."""
+        return self._look_up(key, lambda held: held.complete())
+
+    def open(self, key: ChunkKey) -> ChunkKV | PackedKV | None:
+        """The entry as it is held."""
+        return self._look_up(key, lambda held: held)
+
+    def _look_up(self, key: ChunkKey, use: Callable[[ChunkKV | PackedKV], _KV]) -> _KV | None:
         started = time.perf_counter()
         with self._lock:
             self._expire()
@@ -98,9 +114,11 @@ class MemoryStore(ChunkStore):
         if slot is None:
             self.counters.count("misses")
             return None
-        chunk_kv = held.unpack() if isinstance(held, PackedKV) else held
-        self.counters.hit(chunk_kv.num_tokens, time.perf_counter() - started)
-        return chunk_kv
+        kv = use(held)
+        seconds = time.perf_counter() - started
+        self.counters.hit(held.num_tokens, seconds)
+        self.counters.loaded(held.num_tokens, held.nbytes, seconds)
+        return kv
 
     def put(self, key: ChunkKey, chunk_kv: ChunkKV, *, static: bool = False, cfo: float = 0.0) -> bool:
         """Keep an entry; others make room before it is counted in."""
@@ -134,10 +152,44 @@ class MemoryStore(ChunkStore):
 
     def clear(self, namespace: str | None = None) -> int:
         """Drop the entries of a namespace, or all."""
+        self.documents.clear(namespace)
         with self._lock:
             self._expire()
             doomed = [key for key in self._entries if namespace in (None, key.namespace)]
             return sum(self._drop(key) for key in doomed)
+
+    def entries(self, namespace: str | None = None) -> list[EntryInfo]:
+        """The entries of a namespace, or all."""
+        with self._lock:
+            self._expire()
+            return [
+                EntryInfo(
+                    key,
+                    self.name,
+                    slot.held.nbytes,
+                    slot.used_at,
+                    round(slot.held.num_tokens * (1.0 - slot.cfo)),
+                    slot.static,
+                    key in self._pins,
+                )
+                for key, slot in self._entries.items()
+                if namespace in (None, key.namespace)
+            ]
+
+    def shrink(self, nbytes: int) -> int:
+        """Push out until at most so many bytes are held; entries go on to where evicted ones go."""
+        check_nbytes(nbytes)
+        num_gone = 0
+        with self._lock:
+            self._expire()
+            stay = self._static if self._pins_static else set()
+            while self._nbytes > nbytes:
+                victim = self._policy.victim(lambda name: name in stay or name in self._pins)
+                if victim is None:
+                    break
+                self._push_out(victim)
+                num_gone += 1
+        return num_gone
 
     @property
     def nbytes(self) -> int:
@@ -188,13 +240,18 @@ class MemoryStore(ChunkStore):
         keys, values = _alone(chunk_kv.keys), _alone(chunk_kv.values)
         if keys is not chunk_kv.keys or values is not chunk_kv.values:
             chunk_kv = replace(chunk_kv, keys=keys, values=values)
-        return chunk_kv if self._precision == "model" else pack(chunk_kv, self._precision)
+        if self._precision != "model":
+            return pack(chunk_kv, self._precision)
+        if self._pin_memory:
+            return replace(chunk_kv, keys=chunk_kv.keys.pin_memory(), values=chunk_kv.values.pin_memory())
+        return chunk_kv
 
     def _make_room(self, key: ChunkKey, nbytes: int) -> bool:
         """Free what an entry needs beside the others; ``False``, and nothing freed, when that can't be done."""
         old = self._entries.get(key)
         available = self.capacity_bytes + (old.held.nbytes if old is not None else 0)
-        pinned = [self._entries[name] for name in self._pins.held() - {key} if name in self._entries]
+        stay = self._pins.held() | (self._static if self._pins_static else set())
+        pinned = [self._entries[name] for name in stay - {key} if name in self._entries]
         if nbytes > self.capacity_bytes - sum(slot.held.nbytes for slot in pinned):
             return False
         while self._nbytes + nbytes > available and (idle := self._longest_idle()) is not None:
@@ -202,21 +259,25 @@ class MemoryStore(ChunkStore):
             self._replace_by(idle, slot, self._lowered(slot.held))
         available = self.capacity_bytes + (old.held.nbytes if old is not None else 0)
         while self._nbytes + nbytes > available:
-            victim = self._policy.victim(lambda name: name == key or name in self._pins)
+            victim = self._policy.victim(lambda name: name == key or name in stay or name in self._pins)
             if victim is None:  # pinned since the sum above
                 return False
-            slot = self._entries[victim]
-            self._drop(victim)
-            self.counters.count("evictions")
-            if self.on_evict is not None and self.on_evict(Evicted(victim, slot.held, slot.static, slot.cfo)):
-                self.counters.count("demotions")
+            self._push_out(victim)
         return True
+
+    def _push_out(self, victim: ChunkKey) -> None:
+        slot = self._entries[victim]
+        self._drop(victim)
+        self.counters.count("evictions")
+        if self.on_evict is not None and self.on_evict(Evicted(victim, slot.held, slot.static, slot.cfo)):
+            self.counters.count("demotions")
 
     def _keep(self, key: ChunkKey, slot: _Slot) -> None:
         old = self._entries.get(key)
         self._nbytes += slot.held.nbytes - (old.held.nbytes if old is not None else 0)
         self._entries[key] = slot
         self._variants[key.chunk].add(key)
+        (self._static.add if slot.static else self._static.discard)(key)
         self._policy.add(key, slot.held.nbytes, slot.held.num_tokens * (1.0 - slot.cfo))
         for order in (self._aging, self._full):
             order.pop(key, None)
@@ -229,6 +290,7 @@ class MemoryStore(ChunkStore):
             return False
         self._nbytes -= slot.held.nbytes
         self._policy.remove(key)
+        self._static.discard(key)
         self._aging.pop(key, None)
         self._full.pop(key, None)
         self._variants[key.chunk].discard(key)

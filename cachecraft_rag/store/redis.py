@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from functools import partial
 from urllib.parse import quote, unquote
 
 from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.errors import CorruptEntryError, StoreUnavailableError
 from cachecraft_rag.keys import ChunkKey, digest
 from cachecraft_rag.store import redis_scripts as scripts
-from cachecraft_rag.store.base import ChunkStore
+from cachecraft_rag.store.base import check_nbytes
 from cachecraft_rag.store.codec import EntryCodec
+from cachecraft_rag.store.documents import RedisDocuments
+from cachecraft_rag.store.entry_check import EntryCheck, check_shards
+from cachecraft_rag.store.entry_info import EntryInfo
+from cachecraft_rag.store.lazy import LazyKV
+from cachecraft_rag.store.persistent import PersistentStore
+from cachecraft_rag.store.readers import BytesReader
 from cachecraft_rag.store.redis_client import RedisClient
+from cachecraft_rag.store.redis_listing import list_entries
+
+_STEP = 100  # entries that a shrinking store drops between two looks at what is left
 
 
-class RedisStore(ChunkStore):
+class RedisStore(PersistentStore):
     """Keeps entries in Redis under ``cachecraft:{chunk}:context@namespace`` (meta) and ``...:i`` (shards). Thread-safe.
 
     The server drops what was not used for the time to live. With a budget, the least recently used entries of all
@@ -33,8 +40,6 @@ class RedisStore(ChunkStore):
         timeout_s: Longest wait for an answer, in seconds.
         retry_after_s: Seconds without another attempt after the server could not be reached.
     """
-
-    is_persistent: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -58,20 +63,8 @@ class RedisStore(ChunkStore):
         self._codec = EntryCodec() if codec is None else codec
         self._ttl_ms = 0 if ttl_s is None else int(ttl_s * 1000)
         self._capacity_bytes, self._prefix = capacity_bytes, prefix
+        self.documents = RedisDocuments(self._client, prefix, self._ttl_ms, self._guarded)
         self._index = [f"{prefix}:{{index}}:{part}" for part in ("uses", "until", "sizes")]
-
-    def get(self, key: ChunkKey) -> ChunkKV | None:
-        """The entry, loaded and decoded; its time to live begins anew."""
-        started = time.perf_counter()
-        chunk_kv = None
-        if not self._client.is_resting:
-            with self._guarded("reading"):
-                chunk_kv = self._read(key)
-        if chunk_kv is None:
-            self.counters.count("misses")
-            return None
-        self.counters.hit(chunk_kv.num_tokens, time.perf_counter() - started)
-        return chunk_kv
 
     def put(self, key: ChunkKey, chunk_kv: ChunkKV, *, static: bool = False, cfo: float = 0.0) -> bool:
         """Store an entry."""
@@ -109,11 +102,45 @@ class RedisStore(ChunkStore):
     def clear(self, namespace: str | None = None) -> int:
         """Drop the entries of a namespace, or all, in small steps that don't hold up the server."""
         cleared = 0
+        self.documents.clear(namespace)
         with self._guarded("clearing"):
             pattern = None if namespace is None else f"*@{digest('namespace', namespace)}"
             for member, _ in self._client.call("zscan_iter", self._index[0], match=pattern, count=500):
                 cleared += self._remove_member(member.decode())
         return cleared
+
+    def entries(self, namespace: str | None = None) -> list[EntryInfo]:
+        """The entries of a namespace, or all."""
+        found: list[EntryInfo] = []
+        with self._guarded("listing"):
+            for one in list_entries(self._client, self._prefix, self._index, namespace):
+                is_pinned = one.key in self._pins
+                found.append(EntryInfo(one.key, self.name, one.nbytes, one.used_at, None, not one.expires, is_pinned))
+        return found
+
+    def verify(self, namespace: str | None = None) -> Iterator[EntryCheck]:
+        """Read every entry of a namespace, or all, in full."""
+        for info in self.entries(namespace):
+            found = None
+            with self._guarded("reading"):
+                found = self._client.run(scripts.GET, self._names(info.key), 0)  # 0: its time to live goes on
+            if found and _namespace(found[0]) == info.key.namespace:
+                yield check_shards(info, found[1:], self._codec)
+
+    def shrink(self, nbytes: int) -> int:
+        """Drop the least recently used entries of all processes, in small steps that don't hold up the server."""
+        check_nbytes(nbytes)
+        num_gone = 0
+        tried: set[bytes] = set()  # what a full server refuses to take out of the index is named again
+        with self._guarded("shrinking"):
+            pinned = [_member(name) for name in self._pins.held()]
+            while victims := self._client.run(scripts.VICTIMS, self._index, nbytes, _STEP, *pinned):
+                if tried.issuperset(victims):
+                    break
+                tried.update(victims)
+                num_gone += sum(self._remove_member(victim.decode()) for victim in victims)
+        self.counters.count("evictions", num_gone)
+        return num_gone
 
     @property
     def nbytes(self) -> int:
@@ -133,19 +160,29 @@ class RedisStore(ChunkStore):
         with self._guarded("closing"):
             self._client.close()
 
-    def _read(self, key: ChunkKey) -> ChunkKV | None:
+    def _opened(self, key: ChunkKey, on_read: Callable[[int, float], None]) -> LazyKV | None:
+        """The entry, all of it fetched at once; its time to live begins anew."""
+        if self._client.is_resting:
+            return None
         found = self._client.run(scripts.GET, self._names(key), self._ttl_ms)
         if not found or _namespace(found[0]) != key.namespace:
             return None
         if not self._is_indexed(key):
             self._remove(key)  # evicted or cleared while it was being written
             return None
+        discard = partial(self._discard, key)
+        readers = [BytesReader(shard) for shard in found[1:]]
         try:
-            return self._codec.decode(key, found[1:])
+            return self._codec.open(key, readers, on_corrupt=discard, on_read=on_read)
         except CorruptEntryError:
-            self.counters.count("corrupt")
-            self._remove(key)
+            discard()
             return None
+
+    def _discard(self, key: ChunkKey) -> None:
+        """Count a damaged entry, and drop it."""
+        self.counters.count("corrupt")
+        with self._guarded("removing"):
+            self._remove(key)
 
     def _write(self, key: ChunkKey, shards: list[bytes], ttl_ms: int) -> bool:
         nbytes = sum(len(shard) for shard in shards)
@@ -216,14 +253,6 @@ class RedisStore(ChunkStore):
             with self._guarded("measuring"):
                 entries, nbytes = self._client.run(scripts.FORGET, self._index)
         return entries, nbytes
-
-    @contextmanager
-    def _guarded(self, doing: str) -> Iterator[None]:
-        """Count and log what fails, instead of raising it."""
-        try:
-            yield
-        except StoreUnavailableError as error:
-            self.counters.error(doing, error)
 
 
 def _context(key: ChunkKey) -> str:

@@ -140,3 +140,38 @@ return {redis.call('ZCARD', KEYS[1]), tonumber(redis.call('HGET', KEYS[3], '') o
 """
 )
 """Take an entry out of the index, if one is named; returns entries and bytes left."""
+
+VICTIMS = (
+    _EXPIRE
+    + """
+-- args: bytes that may be left, most victims, members that must stay...
+local excess = tonumber(redis.call('HGET', KEYS[3], '') or 0) - tonumber(ARGV[1])
+local stay, victims, offset = {}, {}, 0
+for i = 3, #ARGV do stay[ARGV[i]] = true end
+while excess > 0 and #victims < tonumber(ARGV[2]) do
+  local oldest = redis.call('ZRANGE', KEYS[1], offset, offset)[1]
+  if not oldest then break end
+  if not stay[oldest] then
+    victims[#victims + 1] = oldest
+    excess = excess - tonumber(redis.call('HGET', KEYS[3], oldest) or 0)
+  end
+  offset = offset + 1
+end
+return victims
+"""
+)
+"""Which entries to remove, the longest unused first, so that so many bytes are left."""
+
+SIZES = """
+-- keys: until when, sizes; args: members...
+local now = redis.call('TIME')
+now = now[1] * 1000 + math.floor(now[2] / 1000)
+local found = {}
+for i, member in ipairs(ARGV) do
+  local size, expires = redis.call('HGET', KEYS[2], member), redis.call('ZSCORE', KEYS[1], member)
+  local is_there = size and not (expires and tonumber(expires) <= now)
+  found[i] = is_there and {tonumber(size), expires and 1 or 0}
+end
+return found
+"""
+"""Size of each entry and whether it has a time to live; nil for those that are gone. Changes nothing."""

@@ -11,9 +11,8 @@ import pytest
 from langchain_core.messages import HumanMessage
 
 from cachecraft_rag import AnswerStream, CacheCraftEngine, EngineConfig, RagPrompt
-from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.keys import ChunkKey
-from cachecraft_rag.store import MemoryStore
+from cachecraft_rag.store import Found, MemoryStore
 from langchain_cachecraft import ChatCacheCraft
 from tests.conftest import passage
 from tests.tiny_models import make
@@ -30,10 +29,10 @@ class GatedStore(MemoryStore):
         super().__init__(2**30, name="gated")
         self.gate, self.entered = threading.Event(), threading.Event()
 
-    def get(self, key: ChunkKey) -> ChunkKV | None:
+    def find(self, key: ChunkKey) -> Found | None:
         self.entered.set()
         assert self.gate.wait(WAIT_S), "nobody opened the gate"
-        return super().get(key)
+        return super().find(key)
 
 
 class RecordingEngine(CacheCraftEngine):

@@ -1,0 +1,30 @@
+"""Computing a whole prompt in the ordinary way: the reference, and what is done where chunks can't be reused."""
+
+from __future__ import annotations
+
+import torch
+
+from cachecraft_rag.decode import PlainDecoder, buffer_decoder
+from cachecraft_rag.model_adapter import ModelAdapter
+from cachecraft_rag.request import Request
+
+
+def full_prefill(adapter: ModelAdapter, request: Request, reason: str, in_buffer: bool) -> None:
+    """Fill in what a request knows before its first token.
+
+    Args:
+        adapter: The model.
+        request: The request.
+        reason: Why nothing is reused.
+        in_buffer: Whether the prompt's KV may be kept in our own buffer; a model of another kind makes its own cache.
+    """
+    token_ids = request.encoded.token_ids
+    request.figures |= {"prefilled_tokens": request.num_tokens, "fallback_reason": reason, "policy": "full_prefill"}
+    with request.timed("prefill_s"):
+        if in_buffer:
+            request.kv = adapter.new_kv(request.capacity)
+            request.logits = adapter.forward_plain(torch.tensor(token_ids), request.kv)
+            request.next_logits = buffer_decoder(adapter, request.kv)
+        else:
+            plain = PlainDecoder(adapter.model, adapter.device)
+            request.logits, request.next_logits = plain.prefill(list(token_ids)), plain.next_logits

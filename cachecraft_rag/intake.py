@@ -1,0 +1,70 @@
+"""From a prompt to a request: checked, its chunks registered and found, tokenised."""
+
+from __future__ import annotations
+
+import time
+
+from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig
+from cachecraft_rag.errors import PromptTooLongError
+from cachecraft_rag.library import ChunkLibrary
+from cachecraft_rag.prompt import PromptEncoder, RagPrompt
+from cachecraft_rag.request import Request
+
+
+class Intake:
+    """Takes prompts in.
+
+    Args:
+        prompts: Renders and tokenises.
+        library: Where chunk texts are registered.
+        config: Defaults of what a call leaves open.
+        context_window: Largest prompt plus answer in tokens; ``None`` without a limit.
+    """
+
+    def __init__(
+        self, prompts: PromptEncoder, library: ChunkLibrary, config: EngineConfig, context_window: int | None
+    ) -> None:
+        self._prompts, self._library, self._config = prompts, library, config
+        self._context_window = context_window
+
+    def namespace(self, namespace: str | None) -> str:
+        """The namespace of a call; ``None`` takes the engine's.
+
+        Raises:
+            ValueError: It is empty.
+        """
+        if namespace == "":
+            raise ValueError("namespace: '' is empty; give a name, or None for the engine's own")
+        return self._config.namespace if namespace is None else namespace
+
+    def take(
+        self,
+        prompt: RagPrompt,
+        sampling: SamplingConfig,
+        recompute: RecomputeConfig | None = None,
+        namespace: str | None = None,
+    ) -> Request:
+        """Make a request, whose time runs from here on; its answer is cut to what the context window leaves.
+
+        Raises:
+            PromptTooLongError: The prompt fills the context window.
+            TypeError: This is no ``RagPrompt``.
+            ValueError: The prompt is empty, or the namespace is.
+        """
+        started = time.perf_counter()
+        if not isinstance(prompt, RagPrompt):
+            raise TypeError(
+                f"prompt: {type(prompt).__name__} is no RagPrompt; see RagPrompt.from_text and from_messages"
+            )
+        namespace = self.namespace(namespace)
+        self._library.register(prompt.chunks, namespace)
+        encoded = self._prompts.encode(prompt, self._library.registry, namespace)
+        num_tokens = len(encoded.token_ids)
+        if num_tokens == 0:
+            raise ValueError("prompt: '' renders to no tokens; give a question, a chunk or a message")
+        if self._context_window is not None:
+            if num_tokens >= self._context_window:
+                raise PromptTooLongError(num_tokens, self._context_window)
+            room = min(sampling.max_new_tokens, self._context_window - num_tokens)
+            sampling = sampling.model_copy(update={"max_new_tokens": room})
+        return Request(encoded, sampling, recompute or self._config.recompute, namespace, started)
