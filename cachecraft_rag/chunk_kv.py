@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from cachecraft_rag.variants import VariantInfo
+
 
 class LayeredKV(Protocol):
     """KV of one chunk that is given out layer by layer, so that one layer can be read while the one before is used.
@@ -27,6 +29,14 @@ class LayeredKV(Protocol):
     @property
     def sensitivity(self) -> torch.Tensor | None:
         """``[num_layers, num_tokens]`` float16, on the CPU or with the keys; ``None`` until measured."""
+
+    @property
+    def variant(self) -> VariantInfo | None:
+        """What it was made behind and paid attention to; ``None`` when that was not recorded."""
+
+    @property
+    def inter_attention(self) -> torch.Tensor | None:
+        """``[num_tokens]`` float16 on the CPU, recorded together with ``variant``."""
 
     @property
     def num_tokens(self) -> int:
@@ -85,6 +95,9 @@ class ChunkKV:
         sensitivity: How much each token's values depend on what precedes the chunk,
             ``[num_layers, num_tokens]`` float16; ``None`` until measured.
         is_lossy: Whether it ever was held in fewer bits.
+        variant: What it was made behind, recorded when it was computed in the prompt it appeared in.
+        inter_attention: Attention that each token paid to the chunks before its own, summed over heads, mean over
+            layers, ``[num_tokens]`` float16; recorded together with ``variant``.
     """
 
     keys: torch.Tensor
@@ -93,6 +106,8 @@ class ChunkKV:
     base: int
     sensitivity: torch.Tensor | None = None
     is_lossy: bool = False
+    variant: VariantInfo | None = None
+    inter_attention: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.keys.shape[:3] != self.values.shape[:3] or self.keys.shape[2] != len(self.token_ids):
@@ -113,9 +128,10 @@ class ChunkKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors plus 4 per token id."""
-        tensors = [self.keys, self.values] + ([] if self.sensitivity is None else [self.sensitivity])
-        return sum(tensor.nbytes for tensor in tensors) + 4 * self.num_tokens
+        """Bytes of all tensors, 4 per token id, and what was recorded."""
+        tensors = (self.keys, self.values, self.sensitivity, self.inter_attention)
+        recorded = 0 if self.variant is None else self.variant.nbytes
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None) + 4 * self.num_tokens + recorded
 
     def matches(self, token_ids: Sequence[int]) -> bool:
         """Whether this entry really holds these tokens: a hash collision must never serve foreign KV."""

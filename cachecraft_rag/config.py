@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 PolicyName = Literal[
     "none",
@@ -17,7 +17,15 @@ PolicyName = Literal[
     "question_attention",
     "question_deviation",
     "question_sensitivity",
+    "inter_attention",
 ]
+
+Preset = Literal["exact", "high", "balanced", "fast"]
+"""How close answers come to full prefill's, by name; see ``RecomputeConfig``."""
+
+_PRESET_TARGETS: dict[str, float | None] = {"exact": None, "high": 0.03, "balanced": 0.06, "fast": 0.15}
+_PRESET_RATIOS = {"exact": 1.0, "high": 0.3, "balanced": 0.15, "fast": 0.05}
+_DEFAULT_RATIO = 0.15
 
 Precision = Literal["model", "k16v8", "int8", "int4"]
 Compression = Literal["none", "zstd"]
@@ -63,13 +71,64 @@ class RecomputeConfig(_Settings):
 
     Attributes:
         policy: Which tokens: see ``cachecraft_rag.selection``.
-        ratio: Share of the reused chunk tokens to recompute; 0.0 reuses as is, 1.0 equals a full prefill.
+        ratio: Share of the reused chunk tokens to recompute; 0.0 reuses as is, 1.0 equals a full prefill. With a
+            preset it is the preset's; with ``target_divergence`` every request has its own.
+        target_divergence: How far answers may be from full prefill's: mean KL divergence per token in nats, where 0.05
+            means that the tokens of full prefill's answer become 5 % less likely. Every request recomputes the
+            smallest share whose predicted divergence is at most this, and is prefilled in full when that share is
+            above ``max_ratio``. Needs ``EngineConfig.calibration``. A chunk whose sensitivity has not been measured
+            yet counts as if it depended on its context entirely: ``warm`` chunks, or expect full prefill the first
+            time.
+        preset: A target by name: ``"high"`` 0.03, ``"balanced"`` 0.06, ``"fast"`` 0.15; ``"exact"`` recomputes
+            everything. Where no calibration fits model and policy, the ratio is fixed instead: 0.3, 0.15 and 0.05.
+        max_ratio: Largest share to recompute for a target; above it full prefill is about as quick, and exact.
+        offset: How far tokens that are not recomputed are moved, as a share of the change that those which are predict
+            for them; 0.0 leaves them as they are stored.
         seed: Seed of the ``random`` policy.
+        alpha: Strength of the correction of the policy ``inter_attention``, which ignores ratio and preset: every chunk
+            gets the share alpha * CCI * (1 - beta') of its tokens. The right one depends on the model.
+        max_variants: How many variants of a chunk, made behind different prefixes, that policy keeps.
     """
 
     policy: PolicyName = "question_sensitivity"
-    ratio: float = Field(default=0.15, ge=0.0, le=1.0)
+    ratio: float = Field(default=_DEFAULT_RATIO, ge=0.0, le=1.0)
+    target_divergence: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    preset: Preset | None = None
+    max_ratio: float = Field(default=0.5, ge=0.0, le=1.0)
+    offset: float = Field(default=1.0, ge=0.0, le=1.0)
     seed: int = 0
+    alpha: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    max_variants: int = Field(default=5, ge=1)
+
+    @property
+    def target(self) -> float | None:
+        """The divergence to stay below, from ``target_divergence`` or the preset; ``None`` for a fixed ratio."""
+        return self.target_divergence if self.preset is None else _PRESET_TARGETS[self.preset]
+
+    def changed(self, **changes: Any) -> RecomputeConfig:
+        """The same settings but for some; of ratio, target and preset the new one takes the old one's place."""
+        goals = ("ratio", "target_divergence", "preset")
+        kept = self.model_dump(exclude=set(goals) if any(name in changes for name in goals) else None)
+        return type(self)(**{**kept, **changes})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_the_ratio_of_the_preset(cls, values: Any) -> Any:
+        preset = values.get("preset") if isinstance(values, dict) else None
+        ratio = _PRESET_RATIOS.get(preset) if isinstance(preset, str) else None
+        return values if ratio is None else {"ratio": ratio, **values}
+
+    @model_validator(mode="after")
+    def _check_that_one_thing_decides(self) -> RecomputeConfig:
+        if self.preset is not None and self.target_divergence is not None:
+            raise ValueError(
+                f"target_divergence: {self.target_divergence} beside preset {self.preset!r}; give one of them"
+            )
+        decides = "target_divergence" if self.preset is None else f"preset {self.preset!r}"
+        ratio = _DEFAULT_RATIO if self.preset is None else _PRESET_RATIOS[self.preset]
+        if self.ratio != ratio and (self.preset is not None or self.target_divergence is not None):
+            raise ValueError(f"ratio: {self.ratio} beside {decides}, which decides it; give one of them")
+        return self
 
 
 class EncodeConfig(_Settings):
@@ -236,7 +295,9 @@ class EngineConfig(_Settings):
 
     Attributes:
         namespace: Chunks are shared inside a namespace and never across (tenants).
-        recompute: Which tokens of reused chunks are recomputed.
+        recompute: Which tokens of reused chunks are recomputed, and how many.
+        calibration: File of ``cachecraft calibrate``: what this model's divergence is predicted from, for targets,
+            presets and ``RequestStats.predicted_divergence``; ``None`` predicts nothing.
         encode: What a chunk's KV is computed behind.
         store: The tiers.
         keep_exact: Whether chunk KV that a request computed in its true context (ratio 1.0) is stored too, for prompts
@@ -248,6 +309,7 @@ class EngineConfig(_Settings):
 
     namespace: str = Field(default="default", min_length=1)
     recompute: RecomputeConfig = RecomputeConfig()
+    calibration: str | None = Field(default=None, min_length=1)
     encode: EncodeConfig = EncodeConfig()
     store: StoreConfig = StoreConfig()
     keep_exact: bool = True

@@ -27,6 +27,7 @@ from cachecraft_rag.model_state import ModelState
 from cachecraft_rag.plan import make_plan
 from cachecraft_rag.prefill import selective_prefill
 from cachecraft_rag.prompt import PromptEncoder, RagPrompt
+from cachecraft_rag.quality import Quality
 from cachecraft_rag.request import Request
 from cachecraft_rag.result import AnswerStream, GenerationResult
 from cachecraft_rag.selection import POLICIES
@@ -66,7 +67,8 @@ class CacheCraftEngine:
         store = store if store is not None else open_store(self.config.store, self._adapter.device)
         self.library = ChunkLibrary(self._adapter, self._state, self.prompts, self.config, store)
         self.context_window = self.config.context_window or context_window(self._adapter.config, tokenizer)
-        self.intake = Intake(self.prompts, self.library, self.config, self.context_window)
+        quality = Quality(self.config, self._state)
+        self.intake = Intake(self.prompts, self.library, self.config, quality, self.context_window)
         self.fallback_reason = self._capability.reason
         self._eos_ids = end_of_sequence_ids(model, tokenizer)
         self._warned: set[str] = set()
@@ -133,14 +135,14 @@ class CacheCraftEngine:
         Args:
             prompt: The prompt.
             reuse: ``False`` prefills the same ids in the ordinary way: the reference.
-            recompute: Policy and ratio for this request; ``None`` takes the engine's.
+            recompute: Policy, and ratio or target, for this request; ``None`` takes the engine's.
             namespace: Whose chunks are reused and stored; ``None`` takes the engine's.
             **sampling: Fields of ``SamplingConfig``: max_new_tokens, temperature, top_p, top_k, repetition_penalty,
                 seed, stop.
 
         Raises:
             PromptTooLongError: The prompt fills the context window.
-            ValueError: A sampling field has a value that is not allowed.
+            ValueError: A sampling field has a value that is not allowed, or nothing is calibrated for the target.
         """
         stream = self.stream(prompt, reuse=reuse, recompute=recompute, namespace=namespace, **sampling)
         for _ in stream:
@@ -265,9 +267,11 @@ class CacheCraftEngine:
             self._full_prefill(request, "no known chunk in the prompt")
         elif reason is None:
             try:
-                self._reuse(request)
+                refusal = self._reuse(request)
             except (StoreError, OSError):  # met while a layer was read: load everything first, and what fails is a miss
-                self._reuse(request, lazily=False)
+                refusal = self._reuse(request, lazily=False)
+            if refusal is not None:
+                self._full_prefill(request, refusal)
         else:
             if reuse:
                 self._warn(reason)
@@ -285,18 +289,20 @@ class CacheCraftEngine:
             self._keep_what_was_learnt(request)
         return GenerationResult(text, token_ids, request.stats(), finish_reason)
 
-    def _reuse(self, request: Request, lazily: bool = True) -> None:
-        """Look up, plan, encode what is missing, place, select, recompute."""
+    def _reuse(self, request: Request, lazily: bool = True) -> str | None:
+        """Look up, plan, encode what is missing, place, select, recompute; returns why reuse is refused, if it is."""
         policy = POLICIES[request.recompute.policy]
         ratio = {"none": 0.0, "all": 1.0}.get(policy.name, request.recompute.ratio)
         with request.timed("load_s"):
-            request.chunks = self.library.look_up(request.encoded, request.namespace, lazily)
+            alpha = request.recompute.alpha if policy.name == "inter_attention" else None
+            request.chunks = self.library.look_up(request.encoded, request.namespace, lazily, alpha)
             request.count_lookups()
         with self.store.pinned([chunk.key for chunk in request.chunks]):
             spans = [(span.start, span.end) for span in request.encoded.spans]
             stored = [chunk.chunk_kv is not None for chunk in request.chunks]
             exact = [chunk.is_exact for chunk in request.chunks]
-            plan = request.plan = make_plan(request.num_tokens, spans, stored, exact, ratio)
+            cfos = [chunk.cfo for chunk in request.chunks]
+            plan = request.plan = make_plan(request.num_tokens, spans, stored, exact, ratio, cfos)
             with request.timed("encode_s"):
                 measure = policy.needs_sensitivity and self.config.encode.sensitivity == "inline"
                 num_encoded, num_stored = self.library.encode_missing(plan, request.chunks, with_sensitivity=measure)
@@ -305,18 +311,14 @@ class CacheCraftEngine:
             kv = request.kv = self._adapter.new_kv(request.capacity)
             assemble(plan, chunk_kvs, self._capability.rope, kv, self.store.readers if lazily else None)
             token_ids = torch.tensor(request.encoded.token_ids)
-            prefill = selective_prefill(self._adapter, plan, chunk_kvs, token_ids, kv, policy, request.recompute.seed)
+            seed, goal = request.recompute.seed, request.goal
+            rope, offset = self._capability.rope, request.recompute.offset
+            prefill = selective_prefill(self._adapter, plan, chunk_kvs, token_ids, kv, policy, seed, goal, rope, offset)
         request.logits, request.next_logits = prefill.logits, buffer_decoder(self._adapter, kv)
-        request.count_tokens(prefill.selected)
-        token_layers = prefill.token_layers + num_encoded * self._adapter.num_layers
-        request.figures |= {
-            "charged_ratio": token_layers / (request.num_tokens * self._adapter.num_layers),
-            "load_s": request.figures["load_s"] + kv.fill_s,
-            "select_s": prefill.select_s,
-            "prefill_s": prefill.prefill_s,
-            "policy": policy.name,
-            "stored_tokens": num_stored,
-        }
+        request.count_prefill(prefill, num_encoded, self._adapter.num_layers)
+        request.figures["load_s"] += kv.fill_s
+        request.figures |= {"policy": policy.name, "stored_tokens": num_stored}
+        return prefill.refusal
 
     def _full_prefill(self, request: Request, reason: str) -> None:
         full_prefill(self._adapter, request, reason, in_buffer=self._capability.reason is None)
@@ -326,9 +328,13 @@ class CacheCraftEngine:
         plan, kv = request.plan, request.kv
         if plan is None or kv is None:
             return
-        if plan.ratio >= 1.0 and self.config.keep_exact:
+        if plan.chunk_budgets is not None:
+            kept = self.library.keep_variants(plan, request.chunks, kv, request.recorder, request.recompute)
+            request.figures["stored_tokens"] += kept
+        elif plan.ratio >= 1.0 and self.config.keep_exact:
             request.figures["stored_tokens"] += self.library.keep_exact(plan, request.chunks, kv)
-        elif 0.0 < plan.ratio < 1.0 and POLICIES[request.recompute.policy].needs_sensitivity:
+        has_looked = 0.0 < plan.ratio < 1.0 or request.recompute.target is not None
+        if has_looked and POLICIES[request.recompute.policy].needs_sensitivity:
             self.library.measure_new(request.chunks)
 
     def _reason(self, num_tokens: int) -> str | None:

@@ -19,9 +19,11 @@ def full_prefill(adapter: ModelAdapter, request: Request, reason: str, in_buffer
         in_buffer: Whether the prompt's KV may be kept in our own buffer; a model of another kind makes its own cache.
     """
     token_ids = request.encoded.token_ids
-    request.figures |= {"prefilled_tokens": request.num_tokens, "fallback_reason": reason, "policy": "full_prefill"}
+    request.figures |= {"fallback_reason": reason, "policy": "full_prefill"}
+    request.figures |= {"reused_tokens": 0, "recomputed_tokens": 0, "prefilled_tokens": request.num_tokens}
     with request.timed("prefill_s"):
         if in_buffer:
+            request.kv = request.next_logits = None  # one that was filled with chunks goes before the next one is made
             request.kv = adapter.new_kv(request.capacity)
             request.logits = adapter.forward_plain(torch.tensor(token_ids), request.kv)
             request.next_logits = buffer_decoder(adapter, request.kv)

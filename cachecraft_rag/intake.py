@@ -8,6 +8,7 @@ from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig
 from cachecraft_rag.errors import PromptTooLongError
 from cachecraft_rag.library import ChunkLibrary
 from cachecraft_rag.prompt import PromptEncoder, RagPrompt
+from cachecraft_rag.quality import Quality
 from cachecraft_rag.request import Request
 
 
@@ -18,13 +19,19 @@ class Intake:
         prompts: Renders and tokenises.
         library: Where chunk texts are registered.
         config: Defaults of what a call leaves open.
+        quality: What is known of the divergence.
         context_window: Largest prompt plus answer in tokens; ``None`` without a limit.
     """
 
     def __init__(
-        self, prompts: PromptEncoder, library: ChunkLibrary, config: EngineConfig, context_window: int | None
+        self,
+        prompts: PromptEncoder,
+        library: ChunkLibrary,
+        config: EngineConfig,
+        quality: Quality,
+        context_window: int | None,
     ) -> None:
-        self._prompts, self._library, self._config = prompts, library, config
+        self._prompts, self._library, self._config, self._quality = prompts, library, config, quality
         self._context_window = context_window
 
     def namespace(self, namespace: str | None) -> str:
@@ -49,14 +56,15 @@ class Intake:
         Raises:
             PromptTooLongError: The prompt fills the context window.
             TypeError: This is no ``RagPrompt``.
-            ValueError: The prompt is empty, or the namespace is.
+            ValueError: The prompt is empty, or the namespace is, or a target was given that nothing is calibrated for.
         """
         started = time.perf_counter()
         if not isinstance(prompt, RagPrompt):
             raise TypeError(
                 f"prompt: {type(prompt).__name__} is no RagPrompt; see RagPrompt.from_text and from_messages"
             )
-        namespace = self.namespace(namespace)
+        namespace, recompute = self.namespace(namespace), recompute or self._config.recompute
+        goal = self._quality.goal(recompute)
         self._library.register(prompt.chunks, namespace)
         encoded = self._prompts.encode(prompt, self._library.registry, namespace)
         num_tokens = len(encoded.token_ids)
@@ -67,4 +75,4 @@ class Intake:
                 raise PromptTooLongError(num_tokens, self._context_window)
             room = min(sampling.max_new_tokens, self._context_window - num_tokens)
             sampling = sampling.model_copy(update={"max_new_tokens": room})
-        return Request(encoded, sampling, recompute or self._config.recompute, namespace, started)
+        return Request(encoded, sampling, recompute, namespace, started, goal)

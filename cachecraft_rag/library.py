@@ -11,8 +11,9 @@ from functools import partial
 import numpy as np
 from tqdm.auto import tqdm
 
+from cachecraft_rag.attention_record import ChunkRecorder
 from cachecraft_rag.chunk_kv import ChunkKV, LayeredKV
-from cachecraft_rag.config import EngineConfig
+from cachecraft_rag.config import EngineConfig, RecomputeConfig
 from cachecraft_rag.encoder import ChunkEncoder
 from cachecraft_rag.keys import ChunkKey, KeyMaker, context_hash, tokenizer_fingerprint
 from cachecraft_rag.model_adapter import ModelAdapter
@@ -23,6 +24,8 @@ from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.registry import ChunkRegistry
 from cachecraft_rag.single_flight import SingleFlight
 from cachecraft_rag.store import ChunkStore
+from cachecraft_rag.variant_choice import Variants
+from cachecraft_rag.variants import Prefix
 
 _NEUTRAL_PASSAGE = "The following passages were collected from several sources. " * 6
 
@@ -38,6 +41,8 @@ class RequestChunk:
         chunk_kv: The KV that is used, perhaps still to be read; ``None`` until it is found or computed.
         tier: Name of the tier it was found in; ``None`` when it was not stored.
         is_declined: Whether it was left there because computing it is quicker.
+        preceding: ``ChunkKey.chunk`` of the chunks before it.
+        cfo: Share of its tokens to recompute, where variants are chosen by it.
     """
 
     token_ids: tuple[int, ...]
@@ -46,11 +51,21 @@ class RequestChunk:
     chunk_kv: LayeredKV | None = None
     tier: str | None = None
     is_declined: bool = False
+    preceding: tuple[str, ...] = ()
+    cfo: float | None = None
+
+    @property
+    def prefix(self) -> Prefix:
+        """What stands before it."""
+        return Prefix(self.preceding, self.exact_key.context)
 
     @property
     def is_exact(self) -> bool:
         """Whether the KV that is used, to the last bit, is what the tokens before it here would give."""
-        return self.key == self.exact_key and not (self.chunk_kv is not None and self.chunk_kv.is_lossy)
+        if self.key != self.exact_key or self.chunk_kv is None:
+            return self.key == self.exact_key
+        variant = self.chunk_kv.variant
+        return not self.chunk_kv.is_lossy and (variant is None or variant.is_exact)
 
 
 class ChunkLibrary:
@@ -81,6 +96,7 @@ class ChunkLibrary:
         self._adapter, self._state, self._prompts, self._config = adapter, state, prompts, config
         self._tokenizer_fingerprint = tokenizer_fingerprint(prompts.tokenizer)
         self._document_texts: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        self._variants = Variants(store, config.max_chunks)
         self._flight: SingleFlight[ChunkKey, ChunkKV] = SingleFlight()
         self._fingerprint = ""
         self._encoder = self._new_encoder()
@@ -109,14 +125,15 @@ class ChunkLibrary:
         return self.store.prefetch([key for chunk in chunks for key in self.store.variants(chunk)])
 
     def invalidate(self, texts: Sequence[str], document_ids: Sequence[str], namespace: str) -> int:
-        """Forget texts and documents, and drop their KV, made behind whatever; returns how many entries."""
+        """Forget texts and documents, and drop their KV and what carries traces of it; returns how many entries."""
         chunks = set(self._chunks(texts, namespace))
         for document_id in document_ids:
             texts = [*texts, *self._document_texts.pop((namespace, document_id), ())]
             chunks |= self.store.documents.chunks(namespace, document_id)
             self.store.documents.remove(namespace, document_id)
         self.registry.forget(texts, namespace)
-        return sum(self.store.remove(key) for chunk in chunks for key in self.store.variants(chunk))
+        num_gone = sum(self.store.remove(key) for chunk in chunks for key in self.store.variants(chunk))
+        return num_gone + sum(self._variants.remove_behind(namespace, chunk) for chunk in chunks)
 
     def clear(self, namespace: str) -> int:
         """Forget everything in a namespace; returns how many entries were dropped."""
@@ -125,8 +142,10 @@ class ChunkLibrary:
         self.registry.clear(namespace)
         return self.store.clear(namespace)
 
-    def look_up(self, encoded: EncodedPrompt, namespace: str, lazily: bool = True) -> list[RequestChunk]:
-        """Find the stored KV of every chunk of a namespace's prompt, exact before canonical.
+    def look_up(
+        self, encoded: EncodedPrompt, namespace: str, lazily: bool = True, alpha: float | None = None
+    ) -> list[RequestChunk]:
+        """Find the stored KV of every chunk of a namespace's prompt: exact before canonical, or by lowest CFO.
 
         An entry whose token ids differ (a hash collision) is removed and counts as missing.
 
@@ -134,44 +153,56 @@ class ChunkLibrary:
             encoded: The prompt.
             namespace: Whose chunks.
             lazily: Whether entries of slow tiers may be read later, and left where computing is quicker.
+            alpha: Strength of the correction, to choose among all variants; ``None`` for exact and canonical ones.
         """
         keys = self._keys(namespace)
         canonical = self._encoder.context
         token_ids = np.asarray(encoded.token_ids, dtype=np.int32)
-        chunks = []
+        chunks: list[RequestChunk] = []
         for span in encoded.spans:
             ids = encoded.token_ids[span.start : span.end]
             exact_key = keys.key(ids, context_hash(token_ids[: span.start]))
             canonical_key = ChunkKey(exact_key.namespace, exact_key.chunk, canonical)
-            chunks.append(RequestChunk(ids, exact_key, canonical_key))
-        find = self._find if lazily else self._load
+            preceding = tuple(chunk.exact_key.chunk for chunk in chunks)
+            cfo = None if alpha is None else 1.0  # of what is not found
+            chunks.append(RequestChunk(ids, exact_key, canonical_key, preceding=preceding, cfo=cfo))
+        find = partial(self._find if lazily else self._load, alpha)
         readers = self.store.readers if lazily else None
         # Slow tiers are asked for several chunks at the same time.
         list(map(find, chunks) if readers is None else readers.map(find, chunks))
         return chunks
 
-    def _find(self, chunk: RequestChunk) -> None:
-        for key in dict.fromkeys((chunk.exact_key, chunk.key)):
+    def _usable(self, chunk: RequestChunk, alpha: float | None) -> Iterable[tuple[ChunkKey, float | None]]:
+        """Keys of the entries that would do for a chunk, the best first, and their CFO."""
+        if alpha is None:
+            return [(key, None) for key in dict.fromkeys((chunk.exact_key, chunk.key))]
+        return self._variants.ranked(chunk.exact_key, chunk.key.context, chunk.prefix, len(chunk.token_ids), alpha)
+
+    def _find(self, alpha: float | None, chunk: RequestChunk) -> None:
+        for key, cfo in self._usable(chunk, alpha):
             found = self.store.find(key)
             if found is None:
                 continue
             if found.kv is None:
                 chunk.is_declined = True
-            elif self._take(chunk, key, found.kv, found.tier):
+            elif self._take(chunk, key, cfo, found.kv, found.tier):
                 return
 
-    def _load(self, chunk: RequestChunk) -> None:
-        for key in dict.fromkeys((chunk.exact_key, chunk.key)):
+    def _load(self, alpha: float | None, chunk: RequestChunk) -> None:
+        for key, cfo in self._usable(chunk, alpha):
             found = self.store.get_with_tier(key)
-            if found is not None and self._take(chunk, key, *found):
+            if found is not None and self._take(chunk, key, cfo, *found):
                 return
 
-    def _take(self, chunk: RequestChunk, key: ChunkKey, kv: LayeredKV, tier: str) -> bool:
+    def _take(self, chunk: RequestChunk, key: ChunkKey, cfo: float | None, kv: LayeredKV, tier: str) -> bool:
         """Use an entry for a chunk, unless it holds other tokens: then the entry goes."""
         if not kv.matches(chunk.token_ids):
             self.store.remove(key)
             return False
         chunk.key, chunk.chunk_kv, chunk.tier, chunk.is_declined = key, kv, tier, False
+        if cfo is not None:
+            chunk.cfo = cfo
+            self._variants.used(key, cfo)
         return True
 
     def settle(self, chunks: Sequence[RequestChunk]) -> None:
@@ -225,6 +256,46 @@ class ChunkLibrary:
                 exact = ChunkKV(keys, values, chunk.token_ids, planned.start)
                 num_stored += self._keep(chunk.exact_key, exact) * exact.num_tokens
         return num_stored
+
+    def keep_variants(
+        self,
+        plan: RequestPlan,
+        chunks: Sequence[RequestChunk],
+        kv: PromptKV,
+        recorder: ChunkRecorder | None,
+        recompute: RecomputeConfig,
+    ) -> int:
+        """Store what a request that went by CFO computed in place.
+
+        A chunk behind exact KV only becomes a variant. One behind approximate KV is not stored as it was computed: when
+        the store has nothing of it, it is computed once more, alone.
+
+        Args:
+            plan: The request's plan.
+            chunks: Its chunks.
+            kv: Its buffer.
+            recorder: What was recorded of ``plan.computed_exactly``; ``None`` where there are none.
+            recompute: Its settings.
+
+        Returns:
+            Tokens whose KV was stored.
+        """
+        num_stored, counts = 0, Counter[str]()
+        exact = dict.fromkeys(plan.computed_exactly)
+        for namespace in {chunk.exact_key.namespace for chunk in chunks}:
+            behind = {chunks[index].exact_key.chunk: chunks[index].preceding for index in exact}
+            self._variants.note_traces(namespace, behind)
+        for index, (planned, chunk) in enumerate(zip(plan.chunks, chunks, strict=True)):
+            if index in exact:
+                assert recorder is not None
+                info, paid = recorder.variant(index, chunk.prefix)
+                tensors = kv.slice(planned.start, planned.end)
+                made = ChunkKV(*tensors, chunk.token_ids, planned.start, variant=info, inter_attention=paid)
+                is_kept = self._variants.keep(chunk.exact_key, made, recompute.alpha, recompute.max_variants)
+                num_stored += made.num_tokens * is_kept
+            elif chunk.chunk_kv is None and not chunk.is_declined:
+                self._flight.run(chunk.key, partial(self._encode, chunk, False, counts))
+        return num_stored + counts["stored"]
 
     def measure_new(self, chunks: Sequence[RequestChunk]) -> None:
         """Measure the sensitivity of chunks that are stored without it."""

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from cachecraft_rag.attention import QueryBlock, attend, attention_mass, plan_blocks, sdpa_block
+from cachecraft_rag.attention_record import AttentionObserver
 from cachecraft_rag.prompt_kv import PromptKV
 
 ATTENTION_NAME = "cachecraft"
@@ -38,10 +39,9 @@ class _RowAttention:
     positions: torch.Tensor
     windows: tuple[int | None, ...]
     base: str
-    record_from: int | None
+    observe: AttentionObserver | None
     blocks: dict[int | None, list[QueryBlock]]
     calls: int = 0
-    recorded: list[torch.Tensor] = field(default_factory=list)
 
 
 def _attend_rows(
@@ -66,11 +66,8 @@ def _attend_rows(
     if window not in context.blocks:
         context.blocks[window] = plan_blocks(context.positions, window, allow_causal=context.base == "sdpa")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if context.record_from is not None:
-        rows = slice(context.record_from, None)
-        softcap = options.get("softcap")
-        mass = attention_mass(query[:, :, rows], key, context.positions[rows], window, scale, softcap)
-        context.recorded.append(mass)
+    if context.observe is not None:
+        context.observe(query, key, context.positions, window, scale, options.get("softcap"))
     if context.base == "sdpa":
 
         def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: QueryBlock) -> torch.Tensor:
@@ -110,6 +107,7 @@ class _BufferLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.kv.ready(self.layer_idx)  # the layer before this one has computed while it was loaded
+        self.kv.correct(self.layer_idx, key_states[0], value_states[0])
         if self.rows is None:
             self.keys[:, :, self.start : self.end] = key_states
             self.values[:, :, self.start : self.end] = value_states
@@ -202,7 +200,13 @@ class ModelAdapter:
         return PromptKV(self.num_layers, heads, key_dim, value_dim, capacity, dtype, self.device)
 
     @torch.inference_mode()
-    def forward_rows(self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PromptKV) -> torch.Tensor:
+    def forward_rows(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv: PromptKV,
+        observe: AttentionObserver | None = None,
+    ) -> torch.Tensor:
         """Compute some rows of a prompt in one forward pass; their KV is scattered into the buffer layer by layer.
 
         Args:
@@ -210,12 +214,12 @@ class ModelAdapter:
             positions: ``[num_rows]`` int64 on the CPU, strictly increasing. Every row attends to all positions up to
                 its own, so those must be in the buffer or among the rows.
             kv: The prompt's buffer.
+            observe: Called in every layer, in order, before its attention.
 
         Returns:
             Logits of the last row, ``[vocab_size]`` float32.
         """
-        logits, _ = self._forward_rows(token_ids, positions, kv, None)
-        return logits
+        return self._forward_rows(token_ids, positions, kv, observe)
 
     @torch.inference_mode()
     def forward_rows_recording(
@@ -226,24 +230,40 @@ class ModelAdapter:
         Returns:
             ``[num_layers, positions[-1] + 1]`` float32, summed over heads and the recorded rows.
         """
-        _, recorded = self._forward_rows(token_ids, positions, kv, record_from)
+        recorded: list[torch.Tensor] = []
+
+        def observe(query: torch.Tensor, key: torch.Tensor, places: torch.Tensor, *options: Any) -> None:
+            rows = slice(record_from, None)
+            recorded.append(attention_mass(query[:, :, rows], key, places[rows], *options))
+
+        self._forward_rows(token_ids, positions, kv, observe)
         return torch.stack(recorded)
 
     def _forward_rows(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PromptKV, record_from: int | None
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv: PromptKV,
+        observe: AttentionObserver | None,
+        every_row: bool = False,
+    ) -> torch.Tensor:
         start, end = int(positions[0]), int(positions[-1]) + 1
         is_run = end - start == positions.numel()
         rows = None if is_run else positions.to(kv.keys.device)
         layers: list[Any] = [_BufferLayer(kv, layer_idx, rows, start, end) for layer_idx in range(self.num_layers)]
         with self._lock:  # before the model's own attention is read: another thread may have ours set
-            context = _RowAttention(positions, self.windows, self._base_attention(), record_from, {})
+            context = _RowAttention(positions, self.windows, self._base_attention(), observe, {})
             with self._own_attention(context):
-                logits = self._call(token_ids, positions, Cache(layers=layers))
+                logits = self._call(token_ids, positions, Cache(layers=layers), every_row)
         if context.calls != self.num_layers:
             raise RuntimeError(f"{context.calls} of {self.num_layers} layers used the registered attention function")
         kv.length = max(kv.length, end)
-        return logits, context.recorded
+        return logits
+
+    @torch.inference_mode()
+    def forward_rows_scoring(self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PromptKV) -> torch.Tensor:
+        """Like ``forward_rows``, but returns the logits of all rows, ``[num_rows, vocab_size]`` float32."""
+        return self._forward_rows(token_ids, positions, kv, None, every_row=True)
 
     @torch.inference_mode()
     def forward_plain(self, token_ids: torch.Tensor, kv: PromptKV) -> torch.Tensor:
@@ -288,13 +308,15 @@ class ModelAdapter:
             raise RuntimeError(f"layers {missing} keep no keys and values in the cache")
         return [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
 
-    def _call(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
+    def _call(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, every_row: bool = False
+    ) -> torch.Tensor:
         arguments: dict[str, Any] = {self._cache_name: cache, "use_cache": True}
         if self._takes_logits_to_keep:
-            arguments["logits_to_keep"] = 1
+            arguments["logits_to_keep"] = 0 if every_row else 1  # 0 keeps all
         ids, position_ids = token_ids.to(self.device)[None], positions.to(self.device)[None]
         output = self.model(input_ids=ids, position_ids=position_ids, **arguments)
-        logits: torch.Tensor = output.logits[0, -1].float()
+        logits: torch.Tensor = output.logits[0].float() if every_row else output.logits[0, -1].float()
         return logits
 
     def _base_attention(self) -> str:

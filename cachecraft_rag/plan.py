@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+
+from cachecraft_rag.cfo import num_to_recompute
 
 
 class Action(Enum):
@@ -29,12 +31,14 @@ class PlannedChunk:
         end: Position after its last token.
         action: Where its KV comes from.
         is_exact: Whether its KV was computed behind the same tokens that precede it here: nothing to recompute.
+        budget: Number of its tokens to recompute; ``None`` where all chunks share the budget.
     """
 
     start: int
     end: int
     action: Action
     is_exact: bool
+    budget: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,20 @@ class RequestPlan:
     @property
     def budget(self) -> int:
         """Number of tokens to recompute."""
+        if self.chunk_budgets is not None:
+            return sum(self.chunk_budgets)
         share = self.ratio * self.num_candidates
         return min(self.num_candidates, math.ceil(share - 1e-9 * share))  # 0.07 * 100 is a little over 7
+
+    @property
+    def chunk_budgets(self) -> tuple[int, ...] | None:
+        """Number of tokens to recompute of every chunk; ``None`` where they share the budget."""
+        budgets = tuple(chunk.budget for chunk in self.chunks if chunk.budget is not None)
+        return budgets if budgets and len(budgets) == len(self.chunks) else None
+
+    def with_budget(self, budget: int) -> RequestPlan:
+        """The same plan with so many tokens to recompute."""
+        return replace(self, ratio=budget / max(1, self.num_candidates))
 
     @property
     def is_full_prefill(self) -> bool:
@@ -77,6 +93,12 @@ class RequestPlan:
         """Number of leading tokens whose KV does not depend on any approximate KV."""
         approximate = self.approximate
         return approximate[0].start if approximate else self.num_tokens
+
+    @property
+    def computed_exactly(self) -> list[int]:
+        """Numbers of the chunks that are computed in place behind nothing but exact KV."""
+        exact = self.leading_exact
+        return [n for n, c in enumerate(self.chunks) if c.action is Action.PREFILL and c.end <= exact]
 
     def free_ranges(self) -> list[tuple[int, int]]:
         """Token ranges that are computed in any case: text between chunks, and chunks to prefill.
@@ -110,6 +132,7 @@ def make_plan(
     stored: Sequence[bool],
     exact: Sequence[bool],
     ratio: float,
+    cfos: Sequence[float | None] = (),
 ) -> RequestPlan:
     """Decide what happens to every chunk.
 
@@ -120,9 +143,32 @@ def make_plan(
         exact: Whether the KV that is stored, or would be computed for it alone, stands behind the same tokens as here.
         ratio: Share of the approximate chunk tokens to recompute. At 1.0 a missing chunk is computed in place: its KV
             alone would only be thrown away.
+        cfos: Share of its own tokens to recompute for every chunk; then there is no common ratio, and a chunk that is
+            missing, or needs all of its tokens, is computed in place. Without shares the ratio decides.
     """
+    if cfos and None not in cfos:
+        return _plan_by_cfo(num_tokens, spans, stored, exact, [cfo for cfo in cfos if cfo is not None])
     chunks = []
     for (start, end), is_stored, is_exact in zip(spans, stored, exact, strict=True):
         action = Action.REUSE if is_stored else Action.ENCODE if ratio < 1.0 or is_exact else Action.PREFILL
         chunks.append(PlannedChunk(start, end, action, is_exact))
     return RequestPlan(num_tokens, tuple(chunks), ratio)
+
+
+def _plan_by_cfo(
+    num_tokens: int,
+    spans: Sequence[tuple[int, int]],
+    stored: Sequence[bool],
+    exact: Sequence[bool],
+    cfos: Sequence[float],
+) -> RequestPlan:
+    chunks = []
+    for (start, end), is_stored, is_exact, cfo in zip(spans, stored, exact, cfos, strict=True):
+        needed = 0 if is_exact else num_to_recompute(cfo, end - start)
+        if not is_stored or needed == end - start:
+            chunks.append(PlannedChunk(start, end, Action.PREFILL, is_exact, 0))
+        else:
+            budget = min(needed, min(end, num_tokens - 1) - start)  # the last token is computed in any case
+            chunks.append(PlannedChunk(start, end, Action.REUSE, is_exact, budget))
+    plan = RequestPlan(num_tokens, tuple(chunks), 0.0)
+    return plan.with_budget(plan.budget)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from cachecraft_rag.attention_record import ChunkRecorder
 from cachecraft_rag.chunk_kv import LayeredKV
 from cachecraft_rag.model_adapter import ModelAdapter
+from cachecraft_rag.offset import Offset
 from cachecraft_rag.plan import RequestPlan
 from cachecraft_rag.prompt_kv import PromptKV
-from cachecraft_rag.selection import SelectionContext, SelectionPolicy
+from cachecraft_rag.quality import Goal, residuals
+from cachecraft_rag.rope import RopeSpec
+from cachecraft_rag.selection import ScoringPolicy, SelectionContext, SelectionPolicy
+from cachecraft_rag.selection.base import top_candidates
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,18 +26,28 @@ class PrefillResult:
     """What a selective prefill computed.
 
     Attributes:
-        logits: Logits of the prompt's last token, ``[vocab_size]`` float32.
+        logits: Logits of the prompt's last token, ``[vocab_size]`` float32; ``None`` when reuse was refused.
+        plan: The plan as it was carried out: with the budget that the goal led to.
+        refusal: Why the prompt must be prefilled in full; ``None`` when it was computed.
+        residual: What the scores of the tokens left as they are add up to; ``None`` where the policy gave no scores.
+        predicted_divergence: What the calibration makes of it; ``None`` without one.
         selected: Positions of the chunk tokens that were computed again, ``[num_selected]`` int64, increasing.
         token_layers: Tokens times layers that were computed, selection passes included.
         select_s: Seconds spent on choosing tokens, without those spent on loading.
         prefill_s: Seconds of the main forward pass, likewise.
+        recorder: What the chunks that are to become variants paid attention to; ``None`` where there are none.
     """
 
-    logits: torch.Tensor
+    logits: torch.Tensor | None
+    plan: RequestPlan
+    refusal: str | None
+    residual: float | None
+    predicted_divergence: float | None
     selected: torch.Tensor
     token_layers: int
     select_s: float
     prefill_s: float
+    recorder: ChunkRecorder | None = None
 
 
 def selective_prefill(
@@ -42,6 +58,9 @@ def selective_prefill(
     kv: PromptKV,
     policy: SelectionPolicy,
     seed: int = 0,
+    goal: Goal | None = None,
+    rope: RopeSpec | None = None,
+    offset: float = 0.0,
 ) -> PrefillResult:
     """Choose the tokens to recompute and compute them with all free tokens in one forward pass.
 
@@ -53,26 +72,75 @@ def selective_prefill(
         kv: The buffer that the stored chunks are put into.
         policy: Chooses the tokens, when the budget is neither nothing nor everything.
         seed: Seed of random choices.
+        goal: Chooses the budget, when it has a target, and predicts the divergence; with a target the policy must be a
+            ``ScoringPolicy``.
+        rope: The rotation of every layer; needed for the offset.
+        offset: Share of the predicted change by which tokens that are not recomputed are moved.
     """
     started, filled = time.perf_counter(), kv.fill_s
     passes = _Passes(adapter, plan, token_ids, kv)
-    candidates = _candidates(plan)
-    num_candidates = candidates.numel()
-    if plan.budget == 0:
-        selected = candidates[:0]
-    elif plan.budget == num_candidates:
-        selected = candidates
-    else:
-        context = _selection_context(plan, chunk_kvs, candidates, adapter.num_layers, seed, passes)
-        selected = candidates[policy.select(context)]
+    choice = _choose(plan, chunk_kvs, adapter.num_layers, policy, seed, goal, passes)
     select_s = time.perf_counter() - started - (kv.fill_s - filled)
+    if choice.refusal is not None:
+        return PrefillResult(None, *choice, passes.token_layers, select_s, 0.0)
 
     started, filled = time.perf_counter(), kv.fill_s
-    rows = torch.cat([selected, passes.free_rows()]).sort().values
-    logits = adapter.forward_rows(token_ids[rows], rows, kv)
+    rows = torch.cat([choice.selected, passes.free_rows()]).sort().values
+    recorder = None
+    if plan.chunk_budgets is not None and plan.computed_exactly:
+        recorder = ChunkRecorder([(chunk.start, chunk.end) for chunk in plan.chunks], plan.computed_exactly)
+    correction = None
+    if offset > 0.0 and rope is not None and 0 < choice.selected.numel() < choice.plan.num_candidates:
+        correction = _offset(choice.plan, chunk_kvs, choice.selected, rows, rope, offset, kv.keys.device).correct
+    with kv.corrected_by(correction):
+        logits = adapter.forward_rows(token_ids[rows], rows, kv, recorder)
     token_layers = passes.token_layers + rows.numel() * adapter.num_layers
     prefill_s = time.perf_counter() - started - (kv.fill_s - filled)
-    return PrefillResult(logits, selected, token_layers, select_s, prefill_s)
+    return PrefillResult(logits, *choice, token_layers, select_s, prefill_s, recorder)
+
+
+class _Choice(NamedTuple):
+    """The fields of these names of ``PrefillResult``."""
+
+    plan: RequestPlan
+    refusal: str | None
+    residual: float | None
+    predicted_divergence: float | None
+    selected: torch.Tensor
+
+
+def _choose(
+    plan: RequestPlan,
+    chunk_kvs: Sequence[LayeredKV | None],
+    num_layers: int,
+    policy: SelectionPolicy,
+    seed: int,
+    goal: Goal | None,
+    passes: _Passes,
+) -> _Choice:
+    candidates = _candidates(plan)
+    num_candidates = candidates.numel()
+    target = None if goal is None else goal.target
+    if target is not None and num_candidates == 0:
+        plan = plan.with_budget(0)
+    if num_candidates == 0 or (target is None and plan.budget in (0, num_candidates)):
+        known = 0.0 if plan.budget == num_candidates else None  # nothing is left, or nobody looked at what is
+        return _Choice(plan, None, known, known, candidates[: plan.budget])
+    context = _selection_context(plan, chunk_kvs, candidates, num_layers, seed, passes)
+    if not isinstance(policy, ScoringPolicy):
+        return _Choice(plan, None, None, None, candidates[policy.select(context)])
+    scores = policy.scores(context)
+    left = residuals(scores)
+    if goal is not None and target is not None:
+        budget = goal.budget(left)
+        if budget is None:
+            least = goal.calibration.predict(float(left[goal.largest_budget(left)]))
+            refusal = f"predicted divergence {least:.4g} above the target {target:.4g}"
+            return _Choice(plan.with_budget(num_candidates), refusal, 0.0, 0.0, candidates[:0])
+        plan = plan.with_budget(budget)
+    residual = float(left[plan.budget])
+    predicted = None if goal is None else goal.calibration.predict(residual)
+    return _Choice(plan, None, residual, predicted, candidates[top_candidates(scores, plan.budget)])
 
 
 class _Passes:
@@ -126,6 +194,35 @@ def _candidates(plan: RequestPlan) -> torch.Tensor:
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.long)
 
 
+def _offset(
+    plan: RequestPlan,
+    chunk_kvs: Sequence[LayeredKV | None],
+    selected: torch.Tensor,
+    rows: torch.Tensor,
+    rope: RopeSpec,
+    strength: float,
+    device: torch.device,
+) -> Offset:
+    candidates = _candidates(plan)
+    chunk_index, _, sensitivity = _places(plan, chunk_kvs, candidates, len(rope.layers))
+    return Offset(candidates, chunk_index, sensitivity, selected, rows, rope.layers, strength, device)
+
+
+def _places(
+    plan: RequestPlan, chunk_kvs: Sequence[LayeredKV | None], candidates: torch.Tensor, num_layers: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Number of every candidate's chunk, its place in it, and its sensitivity, 1 where that is not known."""
+    chunk_index, offsets = torch.empty_like(candidates), torch.empty_like(candidates)
+    sensitivity = torch.ones(num_layers, candidates.numel())
+    for index, (chunk, chunk_kv) in enumerate(zip(plan.chunks, chunk_kvs, strict=True)):
+        inside = (candidates >= chunk.start) & (candidates < chunk.end)
+        chunk_index[inside] = index
+        offsets[inside] = candidates[inside] - chunk.start
+        if chunk_kv is not None and chunk_kv.sensitivity is not None and bool(inside.any()):
+            sensitivity[:, inside] = chunk_kv.sensitivity[:, offsets[inside]].float()
+    return chunk_index, offsets, sensitivity
+
+
 def _selection_context(
     plan: RequestPlan,
     chunk_kvs: Sequence[LayeredKV | None],
@@ -134,15 +231,12 @@ def _selection_context(
     seed: int,
     passes: _Passes,
 ) -> SelectionContext:
-    chunk_index = torch.empty_like(candidates)
-    sensitivity = torch.ones(num_layers, candidates.numel())
-    offsets = torch.empty_like(candidates)
-    for index, (chunk, chunk_kv) in enumerate(zip(plan.chunks, chunk_kvs, strict=True)):
-        inside = (candidates >= chunk.start) & (candidates < chunk.end)
-        chunk_index[inside] = index
-        offsets[inside] = candidates[inside] - chunk.start
-        if chunk_kv is not None and chunk_kv.sensitivity is not None and bool(inside.any()):
-            sensitivity[:, inside] = chunk_kv.sensitivity[:, offsets[inside]].float()
+    chunk_index, offsets, sensitivity = _places(plan, chunk_kvs, candidates, num_layers)
+    inter_attention = torch.zeros(candidates.numel())
+    for index, chunk_kv in enumerate(chunk_kvs):
+        if chunk_kv is not None and chunk_kv.inter_attention is not None:
+            inside = chunk_index == index
+            inter_attention[inside] = chunk_kv.inter_attention[offsets[inside]].float()
     return SelectionContext(
         positions=candidates,
         chunk_index=chunk_index,
@@ -152,4 +246,6 @@ def _selection_context(
         seed=seed,
         question_attention=passes.question_attention,
         key_deviation=passes.key_deviation,
+        inter_attention=inter_attention,
+        chunk_budgets=plan.chunk_budgets,
     )

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+
+Correction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Changes the KV of a layer in place, given its number, keys, values, and the keys and values of the rows computed now;
+shapes ``[num_kv_heads, n, head_dim]``."""
 
 
 class PromptKV:
@@ -34,6 +39,7 @@ class PromptKV:
         self.length = 0
         self.fill_s = 0.0
         self._fill: Callable[[int], None] | None = None
+        self._correction: Correction | None = None
         self._num_filled = num_layers
 
     @property
@@ -60,6 +66,20 @@ class PromptKV:
                 self._num_filled += 1
         finally:
             self.fill_s += time.perf_counter() - started
+
+    @contextmanager
+    def corrected_by(self, correction: Correction | None) -> Iterator[None]:
+        """Have stored KV corrected in every layer before new rows are written over it, while the block lasts."""
+        self._correction = correction
+        try:
+            yield
+        finally:
+            self._correction = None
+
+    def correct(self, layer_idx: int, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
+        """Correct the stored KV of a layer by its new rows, ``[num_kv_heads, num_rows, head_dim]`` each."""
+        if self._correction is not None:
+            self._correction(layer_idx, self.keys[layer_idx, 0], self.values[layer_idx, 0], new_keys, new_values)
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, ``[num_kv_heads, capacity, head_dim]`` each, stored KV in place."""

@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 
+from cachecraft_rag.attention_record import ChunkRecorder
 from cachecraft_rag.config import RecomputeConfig, SamplingConfig
 from cachecraft_rag.decode import NextLogits
 from cachecraft_rag.library import RequestChunk
 from cachecraft_rag.plan import Action, RequestPlan
+from cachecraft_rag.prefill import PrefillResult
 from cachecraft_rag.prompt import EncodedPrompt
 from cachecraft_rag.prompt_kv import PromptKV
+from cachecraft_rag.quality import Goal
 from cachecraft_rag.stats import RequestStats
 
 
@@ -30,10 +33,12 @@ class Request:
         recompute: Policy and ratio.
         namespace: Whose chunks are reused.
         started: ``time.perf_counter()`` at the call.
+        goal: How its ratio is chosen and its divergence predicted; ``None`` for the ratio of ``recompute``.
         figures: Fields of ``RequestStats`` as they become known.
         chunks: The chunks, when they are reused.
         plan: What happens to them.
         kv: The prompt's buffer; ``None`` for a model that keeps its own cache.
+        recorder: What chunks that are to become variants paid attention to.
         logits: Logits of the last prompt token, ``[vocab_size]`` float32.
         next_logits: The decoding step.
     """
@@ -43,10 +48,12 @@ class Request:
     recompute: RecomputeConfig
     namespace: str
     started: float
+    goal: Goal | None = None
     figures: dict[str, Any] = field(default_factory=dict)
     chunks: list[RequestChunk] = field(default_factory=list)
     plan: RequestPlan | None = None
     kv: PromptKV | None = None
+    recorder: ChunkRecorder | None = None
     logits: torch.Tensor | None = None
     next_logits: NextLogits | None = None
 
@@ -80,6 +87,31 @@ class Request:
             "bytes_loaded": sum(chunk_kv.nbytes for chunk_kv in loaded),
         }
 
+    def count_prefill(self, prefill: PrefillResult, encoded_tokens: int, num_layers: int) -> None:
+        """Fill in what was chosen and computed before the first token.
+
+        Args:
+            prefill: What came of it; when it was refused, the full prefill to come is counted too.
+            encoded_tokens: Tokens computed for chunks that were not stored.
+            num_layers: Number of layers of the model.
+        """
+        self.plan, self.recorder = prefill.plan, prefill.recorder
+        self.count_tokens(prefill.selected)
+        everything = self.num_tokens * num_layers
+        computed = prefill.token_layers + encoded_tokens * num_layers
+        self.figures |= {
+            "charged_ratio": (computed + (0 if prefill.refusal is None else everything)) / everything,
+            "select_s": prefill.select_s,
+            "prefill_s": prefill.prefill_s,
+            "ratio": self._ratio(prefill.plan),
+            "residual": prefill.residual,
+            "predicted_divergence": prefill.predicted_divergence,
+        }
+
+    def _ratio(self, plan: RequestPlan) -> float:
+        is_chosen = plan.chunk_budgets is not None or (self.goal is not None and self.goal.target is not None)
+        return plan.ratio if is_chosen else self.recompute.ratio
+
     def count_tokens(self, selected: torch.Tensor) -> None:
         """Fill in the token counts; ``selected`` are the positions that were computed again."""
         assert self.plan is not None
@@ -95,4 +127,4 @@ class Request:
 
     def stats(self) -> RequestStats:
         """The figures so far."""
-        return RequestStats(prompt_tokens=self.num_tokens, ratio=self.recompute.ratio, **self.figures)
+        return RequestStats(prompt_tokens=self.num_tokens, **{"ratio": self.recompute.ratio, **self.figures})

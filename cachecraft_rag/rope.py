@@ -31,13 +31,13 @@ class RotaryLayout:
 
 
 def rerotate_keys(
-    keys: torch.Tensor, delta: int, layout: RotaryLayout, out: torch.Tensor | None = None
+    keys: torch.Tensor, delta: int | torch.Tensor, layout: RotaryLayout, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Move rotated keys by ``delta`` positions.
 
     Args:
         keys: ``[..., num_tokens, head_dim]``, any float dtype; not modified.
-        delta: New position minus old position, in tokens; the same for all rows.
+        delta: New position minus old position, in tokens: the same for all, or ``[num_tokens]`` integers.
         layout: The rotation of the layer the keys belong to.
         out: Where the moved keys are written, same shape and dtype as ``keys``; ``None`` makes a new tensor.
 
@@ -45,9 +45,13 @@ def rerotate_keys(
         Keys of the same shape and dtype, ``keys`` themselves where there is nothing to do and no ``out``. Angles and
         rotation are computed in float32.
     """
-    if delta == 0:
+    inv_freq = layout.inv_freq.to(device=keys.device, dtype=torch.float32)
+    if isinstance(delta, torch.Tensor):
+        angle = delta.to(keys.device)[:, None] * inv_freq
+    elif delta == 0:
         return keys if out is None else out.copy_(keys, non_blocking=True)
-    angle = delta * layout.inv_freq.to(device=keys.device, dtype=torch.float32)
+    else:
+        angle = delta * inv_freq
     cos, sin = angle.cos(), angle.sin()
     rotated = torch.empty_like(keys) if out is None else out
     width = layout.rotary_dim

@@ -34,7 +34,10 @@ class RequestStats(BaseModel):
         store_s: Time spent after the last token on storing and measuring new chunks.
         output_tokens: Length of the answer.
         policy: The selection policy that ran.
-        ratio: The recompute ratio that was asked for.
+        ratio: The recompute ratio: the one asked for, or the one that a target led to; 1.0 after full prefill for it.
+        residual: What the policy's scores add up to over the tokens that were not recomputed; ``None`` without scores.
+        predicted_divergence: Mean KL divergence from full prefill per token of the answer in nats, as predicted from
+            ``residual``; ``None`` without a calibration for it.
         fallback_reason: Why the whole prompt was prefilled; ``None`` when reuse was possible.
     """
 
@@ -61,6 +64,8 @@ class RequestStats(BaseModel):
     output_tokens: int = 0
     policy: str = "none"
     ratio: float = 0.0
+    residual: float | None = None
+    predicted_divergence: float | None = None
     fallback_reason: str | None = None
 
     def _repr_html_(self) -> str:

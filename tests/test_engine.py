@@ -288,10 +288,10 @@ class TestAnswers:
         engine.warm(prompt.chunks)
         original = engine._adapter.forward_rows
 
-        def spy(token_ids: torch.Tensor, rows: torch.Tensor, kv: Any) -> torch.Tensor:
+        def spy(token_ids: torch.Tensor, rows: torch.Tensor, kv: Any, *options: Any) -> torch.Tensor:
             if rows.numel() == 1:
                 positions.append(int(rows[0]))
-            return original(token_ids, rows, kv)
+            return original(token_ids, rows, kv, *options)
 
         engine._adapter.forward_rows = spy  # type: ignore[method-assign]
         stats = engine.generate(prompt, max_new_tokens=4).stats

@@ -28,7 +28,7 @@ MAX_LINES = 350
 # A package counts as one module here. Names of modules that are still to be written may stand in the table.
 LAYERS = (
     ("errors", "config", "stats", "single_flight"),
-    ("keys", "cfo", "variants"),
+    ("keys", "cfo", "variants", "calibration"),
     ("rope", "attention", "attention_record"),
     ("chunk_kv", "prompt_kv"),
     ("registry", "segment_tokenizer"),
@@ -39,10 +39,11 @@ LAYERS = (
     ("selection", "offset"),
     ("model_adapter",),
     ("model_loader", "model_state", "capability", "verify"),
+    ("quality",),
     ("prefill", "sampling"),
     ("decode", "encoder"),
     ("store",),
-    ("assembly",),
+    ("assembly", "variant_choice"),
     ("library", "result"),
     ("request",),
     ("answer", "full_prefill", "intake"),
@@ -55,7 +56,7 @@ LAYERS = (
     ("__main__",),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
-STORE_MAY_IMPORT = {"store", "errors", "config", "keys", "chunk_kv", "stats"}
+STORE_MAY_IMPORT = {"store", "errors", "config", "keys", "chunk_kv", "stats", "variants"}
 WITHOUT_TORCH = {"cfo", "plan", "registry", "splitting", "variants"}
 TRANSFORMERS_INTERNALS = (
     "transformers.cache_utils",

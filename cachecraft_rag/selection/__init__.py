@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import get_args
 
 from cachecraft_rag.config import PolicyName
-from cachecraft_rag.selection.base import SelectionContext, SelectionPolicy
+from cachecraft_rag.selection.base import ScoringPolicy, SelectionContext, SelectionPolicy
 from cachecraft_rag.selection.chunk_start import ChunkStart
 from cachecraft_rag.selection.fixed import AllTokens, NoTokens
+from cachecraft_rag.selection.inter_attention import InterAttention
 from cachecraft_rag.selection.key_deviation import KeyDeviation
 from cachecraft_rag.selection.question_attention import QuestionAttention
 from cachecraft_rag.selection.question_deviation import QuestionDeviation
@@ -25,9 +26,10 @@ POLICIES: dict[str, SelectionPolicy] = {
         QuestionAttention(),
         QuestionDeviation(),
         QuestionSensitivity(),
+        InterAttention(),
     )
 }
 
 assert set(POLICIES) == set(get_args(PolicyName)), "every policy that the configuration names exists"
 
-__all__ = ["POLICIES", "SelectionContext", "SelectionPolicy"]
+__all__ = ["POLICIES", "ScoringPolicy", "SelectionContext", "SelectionPolicy"]

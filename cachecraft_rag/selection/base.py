@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -27,6 +27,9 @@ class SelectionContext:
             ``[num_layers, num_candidates]`` float32.
         key_deviation: Pass of all tokens through the first layer; squared change of every candidate's keys in layer 1,
             ``[num_candidates]`` float32.
+        inter_attention: Attention that every candidate paid to other chunks when its KV was made, ``[num_candidates]``
+            float32; 0 where that was not recorded, ``None`` where it was for none.
+        chunk_budgets: Number of tokens to select of every chunk of the prompt; ``None`` where they share ``budget``.
     """
 
     positions: torch.Tensor
@@ -37,6 +40,8 @@ class SelectionContext:
     seed: int
     question_attention: Callable[[], torch.Tensor]
     key_deviation: Callable[[], torch.Tensor]
+    inter_attention: torch.Tensor | None = None
+    chunk_budgets: Sequence[int] | None = None
 
 
 class SelectionPolicy(Protocol):
@@ -52,6 +57,18 @@ class SelectionPolicy(Protocol):
 
     def select(self, context: SelectionContext) -> torch.Tensor:
         """Indices of the chosen candidates, ``[num_selected]`` int64, increasing."""
+        ...
+
+
+@runtime_checkable
+class ScoringPolicy(SelectionPolicy, Protocol):
+    """A policy that takes the tokens of the highest scores."""
+
+    def scores(self, context: SelectionContext) -> torch.Tensor:
+        """What it costs to leave each candidate as it is, ``[num_candidates]`` float32, never negative.
+
+        The sum over the candidates means the same in short and in long prompts.
+        """
         ...
 
 

@@ -15,4 +15,8 @@ class KeyDeviation:
 
     def select(self, context: SelectionContext) -> torch.Tensor:
         """The budget's share of tokens by squared change of their keys in layer 1."""
-        return top_candidates(context.key_deviation(), context.budget)
+        return top_candidates(self.scores(context), context.budget)
+
+    def scores(self, context: SelectionContext) -> torch.Tensor:
+        """Each token's part in the mean squared change."""
+        return context.key_deviation() / max(1, context.positions.numel())

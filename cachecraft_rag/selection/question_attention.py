@@ -15,4 +15,8 @@ class QuestionAttention:
 
     def select(self, context: SelectionContext) -> torch.Tensor:
         """The budget's share of tokens by summed attention."""
-        return top_candidates(per_layer_share(context.question_attention()).sum(dim=0), context.budget)
+        return top_candidates(self.scores(context), context.budget)
+
+    def scores(self, context: SelectionContext) -> torch.Tensor:
+        """Each token's share of the attention, mean over layers."""
+        return per_layer_share(context.question_attention()).mean(dim=0)

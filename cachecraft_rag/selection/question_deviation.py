@@ -15,5 +15,9 @@ class QuestionDeviation:
 
     def select(self, context: SelectionContext) -> torch.Tensor:
         """The budget's share of tokens by the product."""
-        attention = per_layer_share(context.question_attention()).sum(dim=0).cpu()
-        return top_candidates(attention * context.key_deviation().cpu(), context.budget)
+        return top_candidates(self.scores(context), context.budget)
+
+    def scores(self, context: SelectionContext) -> torch.Tensor:
+        """Each token's part in the attention-weighted squared change."""
+        attention = per_layer_share(context.question_attention()).mean(dim=0).cpu()
+        return attention * context.key_deviation().cpu()

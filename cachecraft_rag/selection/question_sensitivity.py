@@ -19,5 +19,9 @@ class QuestionSensitivity:
 
     def select(self, context: SelectionContext) -> torch.Tensor:
         """The budget's share of tokens by the summed products."""
+        return top_candidates(self.scores(context), context.budget)
+
+    def scores(self, context: SelectionContext) -> torch.Tensor:
+        """Each token's part in the attention-weighted root of the sensitivity, mean over layers."""
         attention = per_layer_share(context.question_attention()).cpu()
-        return top_candidates((attention * context.sensitivity.cpu().sqrt()).sum(dim=0), context.budget)
+        return (attention * context.sensitivity.cpu().sqrt()).mean(dim=0)

@@ -77,7 +77,11 @@ class EntryCodec:
             ValueError: No tokens, or a dtype that isn't floating point.
         """
         packed = [pack(part, self.precision).to(torch.device("cpu")) for part in _split(chunk_kv)]
-        contents = (checksum(tensor_bytes(tensor)) for part in packed for tensor in part.parts.values())
+        contents = [checksum(tensor_bytes(tensor)) for part in packed for tensor in part.parts.values()]
+        if chunk_kv.inter_attention is not None:
+            contents.append(checksum(tensor_bytes(chunk_kv.inter_attention)))
+        if chunk_kv.variant is not None:
+            contents.append(chunk_kv.variant.to_json())
         entry = digest(self.precision, str(chunk_kv.base), token_bytes(chunk_kv.token_ids), *contents)
         settings = self.compression, self.level, self._master_key
         return [write_shard(key, entry, index, len(packed), part, *settings) for index, part in enumerate(packed)]
@@ -167,6 +171,8 @@ def _split(chunk_kv: ChunkKV) -> list[ChunkKV]:
             chunk_kv.base + at,
             None if chunk_kv.sensitivity is None else chunk_kv.sensitivity[:, at : at + size],
             chunk_kv.is_lossy,
+            chunk_kv.variant,
+            None if chunk_kv.inter_attention is None else chunk_kv.inter_attention[at : at + size],
         )
         for at in range(0, chunk_kv.num_tokens, size)
     ]

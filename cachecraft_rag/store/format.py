@@ -2,7 +2,7 @@
 
     preamble    magic "CCKV", version (2 bytes), 1 when encrypted, one zero byte
     length      bytes of the header block (4 bytes)
-    header      length of the JSON (4 bytes), header (JSON), sensitivity of all layers, zeros; sealed
+    header      length of the JSON (4 bytes), header (JSON), sensitivity of all layers, inter-attention, zeros; sealed
     blocks      one per layer, in order, without gaps: that layer's slice of every tensor; each sealed on its own
 
 Numbers are little-endian. How a block is sealed says ``crypto``; what it is sealed with (its ``place``) is all that
@@ -96,6 +96,8 @@ class ShardHeader(BaseModel):
         compression: How the blocks are compressed.
         tensors: One layer's slice of each tensor that a block holds, in this order.
         sensitivity: The sensitivity of all layers; ``None`` when it wasn't measured.
+        variant: What the entry was made behind, as ``VariantInfo.to_json`` has it; ``None`` when that wasn't recorded.
+        inter_attention: The attention recorded with it, of this shard's tokens.
         blocks: Bytes of each layer's block, sealed.
     """
 
@@ -117,6 +119,8 @@ class ShardHeader(BaseModel):
     compression: Compression
     tensors: tuple[TensorEntry, ...]
     sensitivity: TensorEntry | None
+    variant: str | None = None
+    inter_attention: TensorEntry | None = None
     blocks: Annotated[tuple[_Count, ...], Field(min_length=1)]
 
     @property
@@ -178,15 +182,16 @@ def read_length(start: memoryview) -> int:
     return length
 
 
-def write_header(header: ShardHeader, sensitivity: torch.Tensor | None) -> bytes:
-    """Content of the header block; ``sensitivity`` is that of ``header.sensitivity``."""
+def write_header(header: ShardHeader, sensitivity: torch.Tensor | None, inter_attention: torch.Tensor | None) -> bytes:
+    """Content of the header block; the tensors are those that the header names."""
     text = json.dumps(header.model_dump(), separators=(",", ":")).encode()
-    content = _LENGTH.pack(len(text)) + text + (b"" if sensitivity is None else bytes(tensor_bytes(sensitivity)))
+    tensors = (tensor for tensor in (sensitivity, inter_attention) if tensor is not None)
+    content = b"".join((_LENGTH.pack(len(text)), text, *(tensor_bytes(tensor) for tensor in tensors)))
     return content + bytes(-(START_BYTES + len(content) + CHECKSUM_BYTES) % ALIGNMENT)
 
 
-def read_header(content: memoryview) -> tuple[ShardHeader, torch.Tensor | None]:
-    """Header and sensitivity, from the content of a header block that is known to be whole.
+def read_header(content: memoryview) -> tuple[ShardHeader, torch.Tensor | None, torch.Tensor | None]:
+    """Header, sensitivity and inter-attention, from the content of a header block that is known to be whole.
 
     Raises:
         CorruptEntryError: It isn't what this version writes.
@@ -195,10 +200,13 @@ def read_header(content: memoryview) -> tuple[ShardHeader, torch.Tensor | None]:
         (length,) = _LENGTH.unpack(content[: _LENGTH.size])
         at = _LENGTH.size + length
         header = ShardHeader.model_validate(json.loads(bytes(content[_LENGTH.size : at])))
-        if header.sensitivity is None:
-            return header, None
-        data = np.frombuffer(content[at : at + header.sensitivity.nbytes], np.uint8).copy()
-        return header, header.sensitivity.tensor(data)
+        tensors: list[torch.Tensor | None] = []
+        for entry in (header.sensitivity, header.inter_attention):
+            length = 0 if entry is None else entry.nbytes
+            data = np.frombuffer(content[at : at + length], np.uint8).copy()
+            tensors.append(None if entry is None else entry.tensor(data))
+            at += length
+        return header, tensors[0], tensors[1]
     except (ValueError, RuntimeError, struct.error, OverflowError, RecursionError) as error:
         raise CorruptEntryError(f"header not readable: {error}") from error
 

@@ -13,6 +13,7 @@ from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.errors import CorruptEntryError, StoreUnavailableError
 from cachecraft_rag.store.precision import PackedKV
 from cachecraft_rag.store.shard import Shard
+from cachecraft_rag.variants import VariantInfo
 
 
 class LazyKV:
@@ -35,6 +36,8 @@ class LazyKV:
         base: Position of the first token when the keys were rotated.
         is_lossy: Whether its numbers are no longer those computed.
         sensitivity: ``[num_layers, num_tokens]``; ``None`` when it wasn't measured.
+        variant: What it was made behind; ``None`` when that wasn't recorded.
+        inter_attention: ``[num_tokens]``; recorded together with ``variant``.
         num_layers: Number of layers.
         nbytes: Bytes of the entry as it is stored.
     """
@@ -54,6 +57,9 @@ class LazyKV:
         self.nbytes: int = sum(shard.reader.size for shard in shards)
         measured = [shard.shape.sensitivity for shard in shards if shard.shape.sensitivity is not None]
         self.sensitivity: torch.Tensor | None = torch.cat(measured, dim=1) if measured else None
+        self.variant: VariantInfo | None = shards[0].shape.variant
+        recorded = [shard.shape.inter_attention for shard in shards if shard.shape.inter_attention is not None]
+        self.inter_attention: torch.Tensor | None = torch.cat(recorded) if recorded else None
         self._shards = tuple(shards)
         self._device = device
         self._on_corrupt, self._on_read = on_corrupt, on_read
@@ -181,7 +187,8 @@ class LazyKV:
         for layer_idx, packed in enumerate(self._layers):
             assert packed is not None
             keys[layer_idx], values[layer_idx] = self._decoded(packed)
-        return ChunkKV(keys, values, self.token_ids, self.base, self.sensitivity, self.is_lossy)
+        recorded = self.sensitivity, self.is_lossy, self.variant, self.inter_attention
+        return ChunkKV(keys, values, self.token_ids, self.base, *recorded)
 
     def _release(self) -> None:
         for shard in self._shards:

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.config import Precision
+from cachecraft_rag.variants import VariantInfo
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 _Kind = Literal["full", "int8", "int4"]
@@ -57,9 +58,12 @@ class PackedKV:
         base: Position of the first token when the keys were rotated.
         parts: The tensors by name, as ``layout`` says; the first dimension of all is the layer.
         was_lossy: Whether it was held in fewer bits before it was packed.
+        variant: As in ``ChunkKV``.
+        inter_attention: As in ``ChunkKV``; never packed.
 
     Raises:
-        ValueError: The parts don't have the names, dtypes and shapes of the layout.
+        ValueError: The parts don't have the names, dtypes and shapes of the layout, or the attention not one figure per
+            token.
     """
 
     precision: Precision
@@ -70,6 +74,8 @@ class PackedKV:
     base: int
     parts: Mapping[str, torch.Tensor]
     was_lossy: bool = False
+    variant: VariantInfo | None = None
+    inter_attention: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -82,6 +88,11 @@ class PackedKV:
         found = {name: (part.dtype, tuple(part.shape)) for name, part in self.parts.items()}
         if found != expected:
             raise ValueError(f"parts: {found} are not {self.precision} KV of {self.num_tokens} tokens, {expected}")
+        if self.inter_attention is not None and self.inter_attention.shape != (self.num_tokens,):
+            raise ValueError(
+                f"inter_attention: {tuple(self.inter_attention.shape)} is not one figure for each of {self.num_tokens} "
+                "tokens"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -110,8 +121,10 @@ class PackedKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors plus 4 per token id, as ``ChunkKV.nbytes``."""
-        return sum(part.nbytes for part in self.parts.values()) + 4 * self.num_tokens
+        """Bytes of all tensors, 4 per token id, and what was recorded, as ``ChunkKV.nbytes``."""
+        recorded = 0 if self.variant is None else self.variant.nbytes
+        recorded += 0 if self.inter_attention is None else self.inter_attention.nbytes
+        return sum(part.nbytes for part in self.parts.values()) + 4 * self.num_tokens + recorded
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by name."""
@@ -143,7 +156,8 @@ class PackedKV:
         packed = self if device is None else self.to(device)
         keys = _decode("keys", self._kinds[0], packed.parts, self.dtype, self.key_dim)
         values = _decode("values", self._kinds[1], packed.parts, self.dtype, self.value_dim)
-        return ChunkKV(keys, values, self.token_ids, self.base, packed.parts.get("sensitivity"), self.is_lossy)
+        recorded = packed.parts.get("sensitivity"), self.is_lossy, self.variant, self.inter_attention
+        return ChunkKV(keys, values, self.token_ids, self.base, *recorded)
 
     def matches(self, token_ids: Sequence[int]) -> bool:
         """Whether this entry really holds these tokens."""
@@ -200,7 +214,17 @@ def pack(chunk_kv: ChunkKV, precision: Precision) -> PackedKV:
     if chunk_kv.sensitivity is not None:
         parts["sensitivity"] = chunk_kv.sensitivity
     dims = chunk_kv.keys.shape[-1], chunk_kv.values.shape[-1]
-    return PackedKV(precision, chunk_kv.keys.dtype, *dims, chunk_kv.token_ids, chunk_kv.base, parts, chunk_kv.is_lossy)
+    return PackedKV(
+        precision,
+        chunk_kv.keys.dtype,
+        *dims,
+        chunk_kv.token_ids,
+        chunk_kv.base,
+        parts,
+        chunk_kv.is_lossy,
+        chunk_kv.variant,
+        chunk_kv.inter_attention,
+    )
 
 
 def _layout(name: str, kind: _Kind, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> Layout:

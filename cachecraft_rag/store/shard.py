@@ -29,6 +29,7 @@ from cachecraft_rag.store.format import (
 )
 from cachecraft_rag.store.precision import PackedKV
 from cachecraft_rag.store.readers import ShardReader
+from cachecraft_rag.variants import VariantInfo
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,8 @@ class Shard:
 
     Attributes:
         header: Its header.
-        shape: What it holds, without the numbers: a ``PackedKV`` on the meta device, but with the real sensitivity.
+        shape: What it holds, without the numbers: a ``PackedKV`` on the meta device, but with the real sensitivity and
+            inter-attention.
         reader: Where its bytes come from.
         seal: How its blocks are sealed.
         offsets: Where each layer's block begins.
@@ -54,7 +56,8 @@ class Shard:
         """What all shards of an entry have in common."""
         shape = self.shape
         heads = shape.parts["keys"].shape[1]
-        return shape.num_layers, heads, shape.key_dim, shape.value_dim, shape.dtype, shape.sensitivity is not None
+        recorded = shape.sensitivity is not None, shape.inter_attention is not None, shape.variant
+        return shape.num_layers, heads, shape.key_dim, shape.value_dim, shape.dtype, *recorded
 
     def read(self, layer_idx: int) -> PackedKV:
         """A ``PackedKV`` of one layer, read and verified.
@@ -102,11 +105,11 @@ def open_shard(key: ChunkKey, reader: ShardReader, master_key: bytes | None) -> 
     if end > reader.size:
         raise CorruptEntryError(f"truncated: {reader.size} bytes, and the header alone ends at {end}")
     seal = make_seal(key, master_key)
-    header, sensitivity = read_header(seal.open(reader.read_at(START_BYTES, length), bytes(start)))
+    header, *measured = read_header(seal.open(reader.read_at(START_BYTES, length), bytes(start)))
     *offsets, total = accumulate(header.blocks, initial=end)
     if total != reader.size:
         raise CorruptEntryError(f"{reader.size} bytes instead of {total}: truncated, or something was added")
-    return Shard(header, _shape(header, sensitivity), reader, seal, tuple(offsets))
+    return Shard(header, _shape(header, *measured), reader, seal, tuple(offsets))
 
 
 def write_shard(
@@ -140,7 +143,7 @@ def write_shard(
     for layer_idx in range(packed.num_layers):
         slices = {name: part[layer_idx] for name, part in tensors.items()}
         blocks.append(seal.close(write_block(slices, compression, level), block_place(entry, index, layer_idx)))
-    measured = packed.sensitivity
+    measured = {"sensitivity": packed.sensitivity, "inter_attention": packed.inter_attention}
     fields = {
         "namespace": key.namespace,
         "chunk": key.chunk,
@@ -157,10 +160,11 @@ def write_shard(
         "value_dim": packed.value_dim,
         "compression": compression,
         "tensors": tuple(TensorEntry.of(name, part.dtype, tuple(part.shape[1:])) for name, part in tensors.items()),
-        "sensitivity": None if measured is None else TensorEntry.of("sensitivity", measured.dtype, measured.shape),
+        "variant": None if packed.variant is None else packed.variant.to_json().decode(),
         "blocks": tuple(len(block) for block in blocks),
+        **{name: None if t is None else TensorEntry.of(name, t.dtype, tuple(t.shape)) for name, t in measured.items()},
     }
-    content = write_header(ShardHeader.model_validate(fields), measured)
+    content = write_header(ShardHeader.model_validate(fields), *measured.values())
     start = write_preamble(master_key is not None) + write_length(len(content) + seal.overhead)
     return b"".join((start, seal.close(content, start), *blocks))
 
@@ -170,7 +174,7 @@ def make_seal(key: ChunkKey, master_key: bytes | None) -> Seal:
     return ChecksumSeal() if master_key is None else CipherSeal(master_key, key)
 
 
-def _shape(header: ShardHeader, sensitivity: torch.Tensor | None) -> PackedKV:
+def _shape(header: ShardHeader, sensitivity: torch.Tensor | None, inter_attention: torch.Tensor | None) -> PackedKV:
     names = [entry.name for entry in header.tensors]
     if len({*names, "sensitivity"}) != len(names) + 1:
         raise CorruptEntryError(f"header names tensors twice: {', '.join(names)}")
@@ -182,7 +186,17 @@ def _shape(header: ShardHeader, sensitivity: torch.Tensor | None) -> PackedKV:
         if sensitivity is not None:
             parts["sensitivity"] = sensitivity
         dims = header.key_dim, header.value_dim
-        ids = header.token_ids
-        return PackedKV(header.precision, dtype_of(header.dtype), *dims, ids, header.base, parts, header.was_lossy)
+        variant = None if header.variant is None else VariantInfo.from_json(header.variant)
+        return PackedKV(
+            header.precision,
+            dtype_of(header.dtype),
+            *dims,
+            header.token_ids,
+            header.base,
+            parts,
+            header.was_lossy,
+            variant,
+            inter_attention,
+        )
     except (ValueError, RuntimeError, IndexError, TypeError) as error:
         raise CorruptEntryError(f"header and tensors disagree: {error}") from error

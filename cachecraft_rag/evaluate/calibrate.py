@@ -1,0 +1,190 @@
+"""Measures how far a model's answers drift from full prefill's, and what predicts it.
+
+For every prompt full prefill answers greedily; then the same answer is scored behind several recompute ratios, and the
+divergence is set against what the policy's scores say was left uncorrected.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from cachecraft_rag.calibration import Calibration
+from cachecraft_rag.config import RecomputeConfig
+from cachecraft_rag.engine import CacheCraftEngine
+from cachecraft_rag.errors import UnsupportedModelError
+from cachecraft_rag.evaluate.bootstrap import bootstrap_mean
+from cachecraft_rag.evaluate.teacher import kl_divergence, score
+from cachecraft_rag.prompt import RagPrompt
+from cachecraft_rag.quality import calibrated_settings
+from cachecraft_rag.selection import POLICIES, ScoringPolicy
+
+RATIOS = (0.05, 0.1, 0.2, 0.4)
+
+_NAMESPACE = "cachecraft-calibration"  # of its own: what users have stored is neither used nor changed
+_LEAST_DIVERGENCE = 1e-6  # below it there is only rounding
+_EXPONENTS = (0.25, 3.0)  # what a few odd questions may make of it; measured: 0.7 to 1.1
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One prompt answered at one ratio.
+
+    Attributes:
+        prompt: Number of the prompt.
+        ratio: The recompute ratio.
+        residual: ``RequestStats.residual``.
+        divergence: Mean KL divergence from full prefill per token of its answer, in nats.
+    """
+
+    prompt: int
+    ratio: float
+    residual: float
+    divergence: float
+
+
+def calibrate(
+    engine: CacheCraftEngine,
+    prompts: Sequence[RagPrompt],
+    ratios: Sequence[float] = RATIOS,
+    answer_tokens: int = 24,
+    *,
+    recompute: RecomputeConfig | None = None,
+    quantile: float = 0.9,
+    show_progress: bool = False,
+) -> Calibration:
+    """Measure an engine and fit the curve that predicts its divergence.
+
+    Args:
+        engine: The engine: its model, and the settings that will be in force later.
+        prompts: Prompts like those to come, with their chunks; some dozens.
+        ratios: Recompute ratios to measure, between 0 and 1.
+        answer_tokens: Longest answer in tokens.
+        recompute: Policy and its settings; ``None`` takes the engine's. The ratio is not looked at.
+        quantile: Confidence that the mean over all prompts of the kind is below the prediction; above 0.5.
+        show_progress: Whether to show a progress bar.
+
+    Raises:
+        PromptTooLongError: A prompt and its answer don't fit into the context window.
+        RuntimeError: The store has no room for the chunks of one prompt.
+        UnsupportedModelError: The model can't reuse chunks.
+        ValueError: An argument is out of its range, the policy gives no scores, or the prompts hold no chunks.
+    """
+    found = measure(engine, prompts, ratios, answer_tokens, recompute=recompute, show_progress=show_progress)
+    return fit(engine, found, recompute=recompute, quantile=quantile)
+
+
+def measure(
+    engine: CacheCraftEngine,
+    prompts: Sequence[RagPrompt],
+    ratios: Sequence[float] = RATIOS,
+    answer_tokens: int = 24,
+    *,
+    recompute: RecomputeConfig | None = None,
+    show_progress: bool = False,
+) -> list[Measurement]:
+    """Answer every prompt by full prefill and score the answer at every ratio; arguments and errors as above."""
+    recompute = recompute or engine.config.recompute
+    if not isinstance(POLICIES[recompute.policy], ScoringPolicy):
+        raise ValueError(f"policy: {recompute.policy!r} gives tokens no scores, so there is nothing to predict from")
+    if len(set(ratios)) < 2 or not all(0.0 < ratio < 1.0 for ratio in ratios):
+        raise ValueError(f"ratios: {tuple(ratios)} must be at least two numbers between 0 and 1")
+    if len(prompts) < 2:
+        raise ValueError(f"prompts: {len(prompts)} can't show how much prompts differ; give at least 2, better 30")
+    if engine.fallback_reason is not None:
+        raise UnsupportedModelError(engine.fallback_reason)
+    measurements: list[Measurement] = []
+    for number, prompt in enumerate(tqdm(prompts, desc="calibrate", unit="prompt", disable=not show_progress)):
+        try:
+            measurements += _measure_one(engine, number, prompt, ratios, answer_tokens, recompute)
+        finally:
+            engine.invalidate(namespace=_NAMESPACE)
+    return measurements
+
+
+def _measure_one(
+    engine: CacheCraftEngine,
+    number: int,
+    prompt: RagPrompt,
+    ratios: Sequence[float],
+    answer_tokens: int,
+    recompute: RecomputeConfig,
+) -> list[Measurement]:
+    fixed = [recompute.changed(ratio=ratio) for ratio in ratios]
+    own = engine.generate(
+        prompt, reuse=False, recompute=fixed[0], namespace=_NAMESPACE, max_new_tokens=answer_tokens, temperature=0.0
+    )
+    answer = own.token_ids or (0,)  # where the answer is empty, the token that ended it counts, and any stands for it
+    reference = score(engine, prompt, answer, reuse=False, recompute=fixed[0], namespace=_NAMESPACE)
+    engine.warm(prompt.chunks, namespace=_NAMESPACE)
+    found = []
+    for ratio, settings in zip(ratios, fixed, strict=True):
+        result = score(engine, prompt, answer, recompute=settings, namespace=_NAMESPACE)
+        if result.stats.chunk_misses:
+            raise RuntimeError(f"{result.stats.chunk_misses} chunks of a prompt are not stored: enlarge the store")
+        if result.stats.residual:  # none where every chunk is exact
+            divergence = float(kl_divergence(reference.logits, result.logits).mean())
+            found.append(Measurement(number, ratio, result.stats.residual, divergence))
+    return found
+
+
+def fit(
+    engine: CacheCraftEngine,
+    measurements: Sequence[Measurement],
+    *,
+    recompute: RecomputeConfig | None = None,
+    quantile: float = 0.9,
+) -> Calibration:
+    """Fit the curve to what ``measure`` found; arguments and errors as above.
+
+    A target gives all prompts about the same residual. So the exponent is how divergence falls within a prompt as more
+    is recomputed, and the scale is a mean over prompts. Both come from the quasi-likelihood whose spread grows with
+    the mean, which needs no logarithm of a divergence near 0.
+    """
+    recompute = recompute or engine.config.recompute
+    if not 0.5 < quantile < 1.0:
+        raise ValueError(f"quantile: {quantile} is not between 0.5 and 1")
+    prompts = _by_prompt(measurements)
+    if len(prompts) < 2:
+        raise ValueError(f"prompts: {len(prompts)} of them reuse chunks; give at least 2 whose chunks are not exact")
+    exponent = _exponent(prompts)
+    scales = [float(np.exp(logs[:, 1] - exponent * logs[:, 0]).mean()) for logs in prompts]
+    scale = float(np.mean(scales))
+    margin = max(1.0, bootstrap_mean(scales, confidence=2 * quantile - 1).high / scale)
+    return Calibration(
+        fingerprint=engine.fingerprint,
+        policy=recompute.policy,
+        settings=calibrated_settings(engine.config, recompute),
+        scale=scale,
+        exponent=exponent,
+        margin=margin,
+        quantile=quantile,
+        num_questions=len(prompts),
+    )
+
+
+def _by_prompt(measurements: Sequence[Measurement]) -> list[np.ndarray]:
+    """Logarithms of residual and divergence, ``[num_ratios, 2]`` per prompt that was measured at several residuals."""
+    points: defaultdict[int, set[tuple[float, float]]] = defaultdict(set)
+    for item in measurements:
+        points[item.prompt].add((item.residual, max(item.divergence, _LEAST_DIVERGENCE)))
+    return [np.log(sorted(found)) for found in points.values() if len({residual for residual, _ in found}) > 1]
+
+
+def _exponent(prompts: Sequence[np.ndarray]) -> float:
+    """The exponent of the best curves, each prompt with a scale of its own: the least of a convex function."""
+    low, high = _EXPONENTS
+    for _ in range(60):
+        middle = (low + high) / 2
+        # Slope of log(mean(divergence / residual ** exponent)) + exponent * mean(log residual), added up over prompts.
+        slope = 0.0
+        for logs in prompts:
+            excess = logs[:, 1] - middle * logs[:, 0]
+            weights = np.exp(excess - excess.max())
+            slope += len(logs) * float(logs[:, 0].mean() - np.average(logs[:, 0], weights=weights))
+        low, high = (low, middle) if slope > 0 else (middle, high)
+    return (low + high) / 2
