@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from cachecraft_rag.evaluate import Interval, bootstrap_mean, paired_difference
+from cachecraft_rag.evaluate import Interval, bootstrap_mean, bootstrap_median, paired_difference, paired_ratio
 
 
 def test_equal_values_have_an_interval_of_no_width() -> None:
@@ -24,9 +24,9 @@ def test_the_width_is_that_of_the_normal_distribution_for_many_values() -> None:
     values = np.random.default_rng(3).normal(2.0, 1.5, 900)
     found = bootstrap_mean(list(values), samples=4000)
     half = 1.96 * values.std() / math.sqrt(900)
-    assert found.mean == pytest.approx(values.mean())
-    assert found.high - found.mean == pytest.approx(half, rel=0.1)
-    assert found.mean - found.low == pytest.approx(half, rel=0.1)
+    assert found.value == pytest.approx(values.mean())
+    assert found.high - found.value == pytest.approx(half, rel=0.1)
+    assert found.value - found.low == pytest.approx(half, rel=0.1)
 
 
 def test_an_interval_of_more_confidence_is_wider() -> None:
@@ -52,11 +52,51 @@ def test_a_difference_common_to_all_pairs_is_certain_however_much_they_vary() ->
     a = [0.5, 10.5, -3.5, 100.5]
     b = [0.25, 10.25, -3.75, 100.25]
     assert paired_difference(a, b) == Interval(0.25, 0.25, 0.25)
-    assert paired_difference(b, a).mean == -0.25
+    assert paired_difference(b, a).value == -0.25
 
 
 def test_a_difference_is_drawn_from_pairs() -> None:
     assert paired_difference([1.0, 2.0], [1.0, 1.0]) == Interval(0.5, 0.0, 1.0)
+
+
+def test_a_median_is_that_of_the_values_and_so_are_the_ends_of_its_interval() -> None:
+    values = [1.0, 2.0, 3.0, 4.0, 1000.0]
+    found = bootstrap_median(values)
+    assert found.value == 3.0
+    assert {found.low, found.high} <= set(values)
+    assert found.low < 3.0 < found.high
+    assert bootstrap_median([0.5] * 7) == Interval(0.5, 0.5, 0.5)
+
+
+def test_a_ratio_common_to_all_pairs_is_certain_however_much_they_vary() -> None:
+    b = [0.5, 10.5, 3.5, 100.5]
+    a = [value / 4 for value in b]
+    assert paired_ratio(a, b) == Interval(0.25, 0.25, 0.25)
+    assert paired_ratio(a, b, "median") == Interval(0.25, 0.25, 0.25)
+
+
+def test_a_ratio_is_that_of_the_means_or_medians_and_not_the_mean_of_ratios() -> None:
+    a, b = [1.0, 2.0, 9.0], [2.0, 1.0, 1.0]
+    assert paired_ratio(a, b).value == pytest.approx(3.0)
+    assert paired_ratio(a, b, "median").value == pytest.approx(2.0)
+
+
+def test_samples_without_a_ratio_are_left_out_and_infinite_ones_count() -> None:
+    # Of (0, 0) and (1, 1), samples of the first alone say nothing; the others all give 1.
+    assert paired_ratio([0.0, 1.0], [0.0, 1.0]) == Interval(1.0, 1.0, 1.0)
+    # Of (1, 0) and (1, 1), samples of the first alone are infinite: a quarter of all.
+    assert paired_ratio([1.0, 1.0], [0.0, 1.0]) == Interval(2.0, 1.0, math.inf)
+
+
+def test_there_is_no_ratio_to_nothing() -> None:
+    with pytest.raises(ValueError, match="b: its mean is 0"):
+        paired_ratio([1.0, 2.0], [0.0, 0.0])
+    with pytest.raises(ValueError, match="b: its median is 0"):
+        paired_ratio([1.0, 2.0, 3.0], [0.0, 0.0, 3.0], "median")
+    with pytest.raises(ValueError, match="b: 1 values don't pair with 2"):
+        paired_ratio([1.0, 2.0], [1.0])
+    with pytest.raises(ValueError, match="a: "):
+        paired_ratio([math.nan], [1.0])
 
 
 @pytest.mark.parametrize(

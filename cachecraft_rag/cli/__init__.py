@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cachecraft_rag.cli import store
+from cachecraft_rag.cli import calibrate, evaluate, store
 
 app = typer.Typer(
     name="cachecraft",
@@ -17,6 +17,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,  # they may hold a master key
 )
 app.add_typer(store.app, name="store")
+app.command("evaluate")(evaluate.evaluate)
+app.command("calibrate")(calibrate.calibrate)
 
 
 def _show_version(is_asked: bool) -> None:

@@ -1,0 +1,229 @@
+"""Questions with their answers and passages, from JSONL.
+
+A line holds ``id``, ``question``, ``answers`` and ``docs``. A document with a ``text`` (and perhaps a ``title``) is one
+chunk. Documents without one are looked up by ``id`` in the file ``<name>_docs.jsonl`` beside; a question that carries
+``spans`` (character offsets of its answers in its one document) has that document cut into chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cachecraft_rag.prompt import PromptEncoder, RagPrompt
+
+INSTRUCTION = "Answer the question using only the passages. Reply with one complete sentence."
+"""System message where none is given."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question.
+
+    Attributes:
+        id: Its name, unique in a file.
+        question: What is asked.
+        answers: The right answers, any of which will do.
+        chunks: The passages.
+    """
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    chunks: tuple[str, ...]
+
+    def prompt(self, instruction: str = INSTRUCTION) -> RagPrompt:
+        """The prompt: instruction as system message, then passages and question."""
+        return RagPrompt(system=instruction, chunks=self.chunks, question=f"Question: {self.question}\nAnswer:")
+
+
+def load_questions(
+    path: str | Path,
+    prompts: PromptEncoder,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+    chunk_tokens: int = 512,
+    num_chunks: int = 8,
+) -> list[Question]:
+    """Questions of a file, in an order drawn by ``seed``.
+
+    Of a document that is cut, the chunks that hold the answers are taken, as far as there is room, and others of the
+    same document drawn by ``seed``; all in random order, as a retriever might return them. Questions whose document
+    has fewer chunks, or whose first answer spans more, are left out.
+
+    Args:
+        path: The JSONL file.
+        prompts: The engine's tokenizer, which counts the tokens of chunks.
+        limit: Most questions; ``None`` takes all.
+        seed: The same seed gives the same questions with the same chunks.
+        chunk_tokens: Length of the chunks that documents are cut into.
+        num_chunks: Chunks per question of documents that are cut.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A line is not as described (file, line and field are named), or no question is left.
+    """
+    for name, value in (("limit", limit), ("chunk_tokens", chunk_tokens), ("num_chunks", num_chunks)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: {value} is too small; give at least 1")
+    path = Path(path)
+    rows = list(_rows(path))
+    documents = _documents(path)
+    cutter = _Cutter(prompts, chunk_tokens, num_chunks, seed)
+    random.Random(seed).shuffle(rows)
+    questions: list[Question] = []
+    ids: dict[str, int] = {}
+    for row in rows:
+        if row.name in ids:
+            raise row.error("id", f"{row.name!r} is also that of line {ids[row.name]}")
+        ids[row.name] = row.number
+        found = [
+            _with_text(row, index, document, documents) for index, document in enumerate(row.list_of("docs", dict))
+        ]
+        chunks = cutter.chunks(row, found) if "spans" in row.fields else tuple(map(_chunk_text, found))
+        if chunks is None:
+            continue
+        questions.append(Question(row.name, row.text("question"), row.answers(), chunks))
+        if len(questions) == limit:
+            break
+    if not questions:
+        raise ValueError(f"{path}: no question has a document of {num_chunks} chunks of {chunk_tokens} tokens")
+    return questions
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A line of a file, which its errors name."""
+
+    path: Path
+    number: int
+    fields: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.text("id")
+
+    def error(self, field: str, problem: str) -> ValueError:
+        return ValueError(f"{self.path}, line {self.number}, {field}: {problem}")
+
+    def text(self, field: str) -> str:
+        value = self.fields.get(field)
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(field, f"{value!r} is not a text with at least one visible character")
+        return value
+
+    def list_of(self, field: str, kind: type) -> list[Any]:
+        value = self.fields.get(field)
+        if not isinstance(value, list) or not value or not all(isinstance(item, kind) for item in value):
+            raise self.error(field, f"{value!r} is not a list of at least one {kind.__name__}")
+        return value
+
+    def answers(self) -> tuple[str, ...]:
+        return tuple(self.list_of("answers", str))
+
+
+class _Cutter:
+    """Cuts documents into chunks, each document once."""
+
+    def __init__(self, prompts: PromptEncoder, chunk_tokens: int, num_chunks: int, seed: int) -> None:
+        self._prompts, self._chunk_tokens, self._num_chunks, self._seed = prompts, chunk_tokens, num_chunks, seed
+        self._cut: dict[str, list[tuple[int, int]]] = {}
+
+    def chunks(self, row: _Row, documents: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
+        """Chunks of the question's document, those with its answers among them; ``None`` if that can't be had."""
+        if len(documents) != 1:
+            raise row.error("docs", f"{len(documents)} documents; spans are offsets in one")
+        text: str = documents[0]["text"]
+        answers = [self._span(row, span, len(text)) for span in row.list_of("spans", dict)]
+        if text not in self._cut:
+            self._cut[text] = self._bounds(text)
+        bounds = self._cut[text]
+        if len(bounds) < self._num_chunks:
+            return None
+        taken: set[int] = set()
+        for index, (start, end) in enumerate(answers):
+            holding = {number for number, (low, high) in enumerate(bounds) if low < end and start < high}
+            if len(taken | holding) <= self._num_chunks:
+                taken |= holding
+            elif index == 0:
+                return None
+        if not taken:  # the answers stand in white space, or in what is left over behind the last whole chunk
+            return None
+        draw = random.Random(f"{self._seed}:{row.name}")
+        others = [number for number in range(len(bounds)) if number not in taken]
+        chosen = [*taken, *draw.sample(others, self._num_chunks - len(taken))]
+        draw.shuffle(chosen)
+        return tuple(text[bounds[number][0] : bounds[number][1]].strip() for number in chosen)
+
+    def _bounds(self, text: str) -> list[tuple[int, int]]:
+        """Character ranges of whole chunks; the rest behind the last one is left out."""
+        token_ids = self._prompts.encode_chunk(text)
+        bounds: list[tuple[int, int]] = []
+        start = 0
+        for end_token in range(self._chunk_tokens, len(token_ids) + 1, self._chunk_tokens):
+            # A character may be cut between its bytes, which decode to replacement characters.
+            before = self._prompts.decode(token_ids[:end_token]).rstrip("\N{REPLACEMENT CHARACTER}")
+            end = _common_length(before, text)
+            if text[start:end].strip():
+                bounds.append((start, end))
+            start = end
+        return bounds
+
+    def _span(self, row: _Row, span: Mapping[str, Any], length: int) -> tuple[int, int]:
+        start, end = span.get("start"), span.get("end")
+        if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start < end <= length:
+            raise row.error("spans", f"{dict(span)!r} is no range of the document's {length} characters")
+        return start, end
+
+
+def _common_length(a: str, b: str) -> int:
+    """Length of the common beginning of two texts."""
+    if b.startswith(a):
+        return len(a)
+    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _rows(path: Path) -> Iterator[_Row]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                fields = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: this is no JSON: {error}") from error
+            if not isinstance(fields, dict):
+                raise ValueError(f"{path}, line {number}: {type(fields).__name__} is no JSON object")
+            yield _Row(path, number, fields)
+
+
+def _documents(path: Path) -> dict[str, Mapping[str, Any]]:
+    """The documents beside a file of questions, by id; none where there is no such file."""
+    beside = path.with_name(f"{path.stem}_docs{path.suffix}")
+    return {row.name: {**row.fields, "text": row.text("text")} for row in _rows(beside)} if beside.exists() else {}
+
+
+def _with_text(
+    row: _Row, index: int, document: Mapping[str, Any], documents: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    if "text" not in document:
+        if document.get("id") not in documents:
+            beside = f"{row.path.stem}_docs{row.path.suffix}"
+            raise row.error(f"docs[{index}]", f"no text, and {document.get('id')!r} is no document of {beside}")
+        document = documents[document["id"]]
+    if not isinstance(document["text"], str) or not document["text"].strip():
+        raise row.error(
+            f"docs[{index}].text", f"{document['text']!r} is not a text with at least one visible character"
+        )
+    return document
+
+
+def _chunk_text(document: Mapping[str, Any]) -> str:
+    title = document.get("title")
+    text: str = document["text"].strip()
+    return f"{title}\n{text}" if title else text
