@@ -8,6 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cachecraft_rag.deviation import DeviationModel
+
 FORMAT_VERSION = 1
 """Raised whenever the meaning of a residual or of the curve changes, so that old files are refused."""
 
@@ -32,6 +34,8 @@ class Calibration(BaseModel):
         margin: Factor on top, at least 1.
         quantile: Confidence of the bound that ``margin`` is.
         num_questions: Questions it was measured on.
+        deviation: What the policy ``predicted`` predicts from, whatever the policy of the curve; ``None`` in files made
+            before there was one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,6 +49,7 @@ class Calibration(BaseModel):
     margin: float = Field(default=1.0, ge=1.0, allow_inf_nan=False)
     quantile: float = Field(default=0.9, gt=0.0, lt=1.0)
     num_questions: int = Field(ge=1)
+    deviation: DeviationModel | None = None
 
     def predict(self, residual: float) -> float:
         """Divergence in nats per token that a residual leads us to expect, margin included; 0 at residual 0."""
@@ -60,11 +65,7 @@ class Calibration(BaseModel):
         Raises:
             ValueError: It was not; the message names both sides.
         """
-        if self.fingerprint != fingerprint:
-            raise ValueError(
-                f"calibration: it was measured on the model {self.fingerprint}, but this one is {fingerprint}; "
-                "measure again with `cachecraft calibrate`"
-            )
+        self.check_model(fingerprint)
         for name in sorted({*self.settings, *settings}):
             theirs, ours = self.settings.get(name), settings.get(name)
             if theirs != ours:
@@ -72,6 +73,18 @@ class Calibration(BaseModel):
                     f"calibration: it was measured with {name} {theirs}, but this engine has {ours}; "
                     "use the same setting, or measure again with `cachecraft calibrate`"
                 )
+
+    def check_model(self, fingerprint: str) -> None:
+        """Make sure that it was measured on this model.
+
+        Raises:
+            ValueError: It was not; the message names both.
+        """
+        if self.fingerprint != fingerprint:
+            raise ValueError(
+                f"calibration: it was measured on the model {self.fingerprint}, but this one is {fingerprint}; "
+                "measure again with `cachecraft calibrate`"
+            )
 
     def save(self, path: Path | str) -> None:
         """Write it as JSON; folders are made."""

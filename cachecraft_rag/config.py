@@ -18,6 +18,8 @@ PolicyName = Literal[
     "question_deviation",
     "question_sensitivity",
     "inter_attention",
+    "history",
+    "predicted",
 ]
 
 Preset = Literal["exact", "high", "balanced", "fast"]
@@ -297,7 +299,8 @@ class EngineConfig(_Settings):
         namespace: Chunks are shared inside a namespace and never across (tenants).
         recompute: Which tokens of reused chunks are recomputed, and how many.
         calibration: File of ``cachecraft calibrate``: what this model's divergence is predicted from, for targets,
-            presets and ``RequestStats.predicted_divergence``; ``None`` predicts nothing.
+            presets and ``RequestStats.predicted_divergence``, and what the policy ``predicted`` needs; ``None``
+            predicts nothing.
         encode: What a chunk's KV is computed behind.
         store: The tiers.
         keep_exact: Whether chunk KV that a request computed in its true context (ratio 1.0) is stored too, for prompts

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cachecraft_rag.attention_record import AttentionObserver
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.sampling import Sampler
@@ -37,11 +38,17 @@ def decode(
             logits = next_logits(token_id)
 
 
-def buffer_decoder(adapter: ModelAdapter, kv: PromptKV) -> NextLogits:
-    """Decoding step for a prompt whose KV is in a buffer with room for the answer."""
+def buffer_decoder(adapter: ModelAdapter, kv: PromptKV, observe: AttentionObserver | None = None) -> NextLogits:
+    """Decoding step for a prompt whose KV is in a buffer with room for the answer.
+
+    Args:
+        adapter: The model.
+        kv: The buffer.
+        observe: Called in every layer of every step, before its attention.
+    """
 
     def next_logits(token_id: int) -> torch.Tensor:
-        return adapter.forward_rows(torch.tensor([token_id]), torch.tensor([kv.length]), kv)
+        return adapter.forward_rows(torch.tensor([token_id]), torch.tensor([kv.length]), kv, observe)
 
     return next_logits
 

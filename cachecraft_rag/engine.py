@@ -297,6 +297,7 @@ class CacheCraftEngine:
             alpha = request.recompute.alpha if policy.name == "inter_attention" else None
             request.chunks = self.library.look_up(request.encoded, request.namespace, lazily, alpha)
             request.count_lookups()
+            request.watch_answer(self.library.history, self._adapter.num_layers)
         with self.store.pinned([chunk.key for chunk in request.chunks]):
             spans = [(span.start, span.end) for span in request.encoded.spans]
             stored = [chunk.chunk_kv is not None for chunk in request.chunks]
@@ -311,10 +312,10 @@ class CacheCraftEngine:
             kv = request.kv = self._adapter.new_kv(request.capacity)
             assemble(plan, chunk_kvs, self._capability.rope, kv, self.store.readers if lazily else None)
             token_ids = torch.tensor(request.encoded.token_ids)
-            seed, goal = request.recompute.seed, request.goal
-            rope, offset = self._capability.rope, request.recompute.offset
-            prefill = selective_prefill(self._adapter, plan, chunk_kvs, token_ids, kv, policy, seed, goal, rope, offset)
-        request.logits, request.next_logits = prefill.logits, buffer_decoder(self._adapter, kv)
+            settings, known = request.recompute, (request.earlier, request.deviation)
+            how = (settings.seed, request.goal, self._capability.rope, settings.offset, *known)
+            prefill = selective_prefill(self._adapter, plan, chunk_kvs, token_ids, kv, policy, *how)
+        request.logits, request.next_logits = prefill.logits, buffer_decoder(self._adapter, kv, request.watch)
         request.count_prefill(prefill, num_encoded, self._adapter.num_layers)
         request.figures["load_s"] += kv.fill_s
         request.figures |= {"policy": policy.name, "stored_tokens": num_stored}
@@ -333,6 +334,8 @@ class CacheCraftEngine:
             request.figures["stored_tokens"] += kept
         elif plan.ratio >= 1.0 and self.config.keep_exact:
             request.figures["stored_tokens"] += self.library.keep_exact(plan, request.chunks, kv)
+        if request.watch is not None:
+            request.watch.keep()
         has_looked = 0.0 < plan.ratio < 1.0 or request.recompute.target is not None
         if has_looked and POLICIES[request.recompute.policy].needs_sensitivity:
             self.library.measure_new(request.chunks)

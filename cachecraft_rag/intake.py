@@ -21,6 +21,9 @@ class Intake:
         config: Defaults of what a call leaves open.
         quality: What is known of the divergence.
         context_window: Largest prompt plus answer in tokens; ``None`` without a limit.
+
+    Attributes:
+        quality: As given.
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class Intake:
         quality: Quality,
         context_window: int | None,
     ) -> None:
-        self._prompts, self._library, self._config, self._quality = prompts, library, config, quality
+        self._prompts, self._library, self._config, self.quality = prompts, library, config, quality
         self._context_window = context_window
 
     def namespace(self, namespace: str | None) -> str:
@@ -56,7 +59,7 @@ class Intake:
         Raises:
             PromptTooLongError: The prompt fills the context window.
             TypeError: This is no ``RagPrompt``.
-            ValueError: The prompt is empty, or the namespace is, or a target was given that nothing is calibrated for.
+            ValueError: The prompt is empty, or the namespace is, or nothing is calibrated for the target or policy.
         """
         started = time.perf_counter()
         if not isinstance(prompt, RagPrompt):
@@ -64,7 +67,7 @@ class Intake:
                 f"prompt: {type(prompt).__name__} is no RagPrompt; see RagPrompt.from_text and from_messages"
             )
         namespace, recompute = self.namespace(namespace), recompute or self._config.recompute
-        goal = self._quality.goal(recompute)
+        goal, deviation = self.quality.goal(recompute), self.quality.deviation(recompute)
         self._library.register(prompt.chunks, namespace)
         encoded = self._prompts.encode(prompt, self._library.registry, namespace)
         num_tokens = len(encoded.token_ids)
@@ -75,4 +78,4 @@ class Intake:
                 raise PromptTooLongError(num_tokens, self._context_window)
             room = min(sampling.max_new_tokens, self._context_window - num_tokens)
             sampling = sampling.model_copy(update={"max_new_tokens": room})
-        return Request(encoded, sampling, recompute, namespace, started, goal)
+        return Request(encoded, sampling, recompute, namespace, started, goal, deviation)

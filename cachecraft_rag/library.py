@@ -15,6 +15,7 @@ from cachecraft_rag.attention_record import ChunkRecorder
 from cachecraft_rag.chunk_kv import ChunkKV, LayeredKV
 from cachecraft_rag.config import EngineConfig, RecomputeConfig
 from cachecraft_rag.encoder import ChunkEncoder
+from cachecraft_rag.history import AnswerHistory
 from cachecraft_rag.keys import ChunkKey, KeyMaker, context_hash, tokenizer_fingerprint
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.model_state import ModelState
@@ -81,6 +82,7 @@ class ChunkLibrary:
     Attributes:
         registry: Chunk texts that are looked for in prompts.
         store: As given.
+        history: What earlier answers looked at, where a policy asks for it.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class ChunkLibrary:
     ) -> None:
         self.registry = ChunkRegistry(config.max_chunks)
         self.store = store
+        self.history = AnswerHistory()
         self._adapter, self._state, self._prompts, self._config = adapter, state, prompts, config
         self._tokenizer_fingerprint = tokenizer_fingerprint(prompts.tokenizer)
         self._document_texts: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
@@ -132,6 +135,7 @@ class ChunkLibrary:
             chunks |= self.store.documents.chunks(namespace, document_id)
             self.store.documents.remove(namespace, document_id)
         self.registry.forget(texts, namespace)
+        self.history.forget(namespace, chunks)
         num_gone = sum(self.store.remove(key) for chunk in chunks for key in self.store.variants(chunk))
         return num_gone + sum(self._variants.remove_behind(namespace, chunk) for chunk in chunks)
 
@@ -140,6 +144,7 @@ class ChunkLibrary:
         for name in [name for name in self._document_texts if name[0] == namespace]:
             del self._document_texts[name]
         self.registry.clear(namespace)
+        self.history.clear(namespace)
         return self.store.clear(namespace)
 
     def look_up(

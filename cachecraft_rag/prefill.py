@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from cachecraft_rag.attention_record import ChunkRecorder
 from cachecraft_rag.chunk_kv import LayeredKV
+from cachecraft_rag.deviation import DeviationModel, token_features
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.offset import Offset
 from cachecraft_rag.plan import RequestPlan
@@ -61,6 +63,8 @@ def selective_prefill(
     goal: Goal | None = None,
     rope: RopeSpec | None = None,
     offset: float = 0.0,
+    earlier: Sequence[torch.Tensor | None] | None = None,
+    deviation: DeviationModel | None = None,
 ) -> PrefillResult:
     """Choose the tokens to recompute and compute them with all free tokens in one forward pass.
 
@@ -76,10 +80,14 @@ def selective_prefill(
             ``ScoringPolicy``.
         rope: The rotation of every layer; needed for the offset.
         offset: Share of the predicted change by which tokens that are not recomputed are moved.
+        earlier: Share of earlier answers' attention that each token of every chunk got, ``[num_tokens]`` float32 where
+            one has read the chunk.
+        deviation: Predicts how far stored values are off.
     """
     started, filled = time.perf_counter(), kv.fill_s
     passes = _Passes(adapter, plan, token_ids, kv)
-    choice = _choose(plan, chunk_kvs, adapter.num_layers, policy, seed, goal, passes)
+    context = partial(_selection_context, plan, chunk_kvs, adapter.num_layers, seed, passes, earlier, deviation)
+    choice = _choose(plan, policy, goal, context)
     select_s = time.perf_counter() - started - (kv.fill_s - filled)
     if choice.refusal is not None:
         return PrefillResult(None, *choice, passes.token_layers, select_s, 0.0)
@@ -111,12 +119,9 @@ class _Choice(NamedTuple):
 
 def _choose(
     plan: RequestPlan,
-    chunk_kvs: Sequence[LayeredKV | None],
-    num_layers: int,
     policy: SelectionPolicy,
-    seed: int,
     goal: Goal | None,
-    passes: _Passes,
+    make_context: Callable[[torch.Tensor], SelectionContext],
 ) -> _Choice:
     candidates = _candidates(plan)
     num_candidates = candidates.numel()
@@ -126,7 +131,7 @@ def _choose(
     if num_candidates == 0 or (target is None and plan.budget in (0, num_candidates)):
         known = 0.0 if plan.budget == num_candidates else None  # nothing is left, or nobody looked at what is
         return _Choice(plan, None, known, known, candidates[: plan.budget])
-    context = _selection_context(plan, chunk_kvs, candidates, num_layers, seed, passes)
+    context = make_context(candidates)
     if not isinstance(policy, ScoringPolicy):
         return _Choice(plan, None, None, None, candidates[policy.select(context)])
     scores = policy.scores(context)
@@ -186,6 +191,10 @@ class _Passes:
             self.token_layers += positions.numel()
         return self._deviation
 
+    def predicted(self, deviation: DeviationModel, chunk_kvs: Sequence[LayeredKV | None]) -> torch.Tensor:
+        """Predicted deviation of every candidate; runs nothing, and is not charged."""
+        return deviation.predict(candidate_features(self._plan, chunk_kvs, self._token_ids, self._kv)[1])
+
 
 def _candidates(plan: RequestPlan) -> torch.Tensor:
     """Positions of the tokens that may be recomputed; the last token is computed in any case."""
@@ -226,10 +235,12 @@ def _places(
 def _selection_context(
     plan: RequestPlan,
     chunk_kvs: Sequence[LayeredKV | None],
-    candidates: torch.Tensor,
     num_layers: int,
     seed: int,
     passes: _Passes,
+    earlier: Sequence[torch.Tensor | None] | None,
+    deviation: DeviationModel | None,
+    candidates: torch.Tensor,
 ) -> SelectionContext:
     chunk_index, offsets, sensitivity = _places(plan, chunk_kvs, candidates, num_layers)
     inter_attention = torch.zeros(candidates.numel())
@@ -237,6 +248,11 @@ def _selection_context(
         if chunk_kv is not None and chunk_kv.inter_attention is not None:
             inside = chunk_index == index
             inter_attention[inside] = chunk_kv.inter_attention[offsets[inside]].float()
+    history = None if earlier is None else torch.zeros(candidates.numel())
+    for index, shares in enumerate(earlier or ()):
+        if history is not None and shares is not None:
+            inside = chunk_index == index
+            history[inside] = shares[offsets[inside]]
     return SelectionContext(
         positions=candidates,
         chunk_index=chunk_index,
@@ -248,4 +264,33 @@ def _selection_context(
         key_deviation=passes.key_deviation,
         inter_attention=inter_attention,
         chunk_budgets=plan.chunk_budgets,
+        history=history,
+        predicted_deviation=None if deviation is None else partial(passes.predicted, deviation, chunk_kvs),
     )
+
+
+def candidate_features(
+    plan: RequestPlan, chunk_kvs: Sequence[LayeredKV | None], token_ids: torch.Tensor, kv: PromptKV
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the deviation of the tokens that may be recomputed is predicted from.
+
+    Args:
+        plan: What is where.
+        chunk_kvs: The KV of the chunks, for their sensitivity.
+        token_ids: ``[num_tokens]`` int64, the whole prompt.
+        kv: The buffer with the stored chunks in place.
+
+    Returns:
+        The positions of those tokens, ``[num_candidates]`` int64, and their features as ``token_features`` gives them.
+    """
+    candidates, num_layers = _candidates(plan), kv.keys.shape[0]
+    chunk_index, offsets, sensitivity = _places(plan, chunk_kvs, candidates, num_layers)
+    lengths = torch.tensor([chunk.end - chunk.start for chunk in plan.chunks])
+    places = candidates.to(kv.keys.device)
+    norms = [
+        kv.layer(layer_idx)[0][:, places].float().square().sum(dim=(0, 2)).sqrt() for layer_idx in range(num_layers)
+    ]
+    features = token_features(
+        token_ids[candidates], chunk_index, offsets, lengths[chunk_index], sensitivity, torch.stack(norms)
+    )
+    return candidates, features

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from cachecraft_rag.calibration import Calibration
 from cachecraft_rag.config import EngineConfig, RecomputeConfig
+from cachecraft_rag.deviation import DeviationModel
 from cachecraft_rag.model_state import ModelState
 from cachecraft_rag.selection import POLICIES, ScoringPolicy
 
@@ -69,7 +72,7 @@ class Quality:
 
     Raises:
         ValueError: The file can't be read, was measured on another model or with other settings, or there is a
-            ``target_divergence`` and no file.
+            ``target_divergence`` and no file, or the policy is ``predicted`` and no file has a regressor for it.
     """
 
     def __init__(self, config: EngineConfig, state: ModelState) -> None:
@@ -78,7 +81,9 @@ class Quality:
         if config.calibration is not None:
             self._calibration = Calibration.load(config.calibration)
             self._calibration.check(state.fingerprint(), calibrated_settings(config, config.recompute))
+        self._deviation = None if self._calibration is None else self._calibration.deviation
         self.goal(config.recompute)
+        self.deviation(config.recompute)
 
     def goal(self, recompute: RecomputeConfig) -> Goal | None:
         """What a request goes by; ``None`` for a fixed ratio whose divergence can't be predicted.
@@ -93,6 +98,34 @@ class Quality:
                 raise
             return None  # a preset stands for a fixed ratio then
         return Goal(calibration, recompute.target, recompute.max_ratio)
+
+    def deviation(self, recompute: RecomputeConfig) -> DeviationModel | None:
+        """What the policy ``predicted`` predicts from; ``None`` for every other policy.
+
+        Raises:
+            ValueError: Nothing is fitted for that policy and this model.
+        """
+        if recompute.policy != "predicted":
+            return None
+        if self._deviation is None:
+            lack = "there is no such file" if self._calibration is None else "this one is older than that policy"
+            raise ValueError(
+                "policy: 'predicted' needs EngineConfig(calibration=...), a file in which `cachecraft calibrate` puts "
+                f"a regressor of deviations, and {lack}"
+            )
+        if self._calibration is not None:
+            self._calibration.check_model(self._state.fingerprint())
+        return self._deviation
+
+    @contextmanager
+    def predicting_by(self, deviation: DeviationModel | None) -> Iterator[None]:
+        """Use a regressor that is in no file yet, while the block lasts; ``None`` keeps the one of the file."""
+        before = self._deviation
+        self._deviation = before if deviation is None else deviation
+        try:
+            yield
+        finally:
+            self._deviation = before
 
     def _fitting(self, recompute: RecomputeConfig) -> Calibration:
         asked, policy = f"target_divergence: {recompute.target_divergence} needs", recompute.policy

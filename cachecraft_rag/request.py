@@ -14,6 +14,8 @@ import torch
 from cachecraft_rag.attention_record import ChunkRecorder
 from cachecraft_rag.config import RecomputeConfig, SamplingConfig
 from cachecraft_rag.decode import NextLogits
+from cachecraft_rag.deviation import DeviationModel
+from cachecraft_rag.history import AnswerHistory, AnswerWatch
 from cachecraft_rag.library import RequestChunk
 from cachecraft_rag.plan import Action, RequestPlan
 from cachecraft_rag.prefill import PrefillResult
@@ -34,11 +36,13 @@ class Request:
         namespace: Whose chunks are reused.
         started: ``time.perf_counter()`` at the call.
         goal: How its ratio is chosen and its divergence predicted; ``None`` for the ratio of ``recompute``.
+        deviation: Predicts deviations, where the policy asks for that.
         figures: Fields of ``RequestStats`` as they become known.
         chunks: The chunks, when they are reused.
         plan: What happens to them.
         kv: The prompt's buffer; ``None`` for a model that keeps its own cache.
         recorder: What chunks that are to become variants paid attention to.
+        watch: Records what the answer looks at, where the policy learns from it.
         logits: Logits of the last prompt token, ``[vocab_size]`` float32.
         next_logits: The decoding step.
     """
@@ -49,11 +53,13 @@ class Request:
     namespace: str
     started: float
     goal: Goal | None = None
+    deviation: DeviationModel | None = None
     figures: dict[str, Any] = field(default_factory=dict)
     chunks: list[RequestChunk] = field(default_factory=list)
     plan: RequestPlan | None = None
     kv: PromptKV | None = None
     recorder: ChunkRecorder | None = None
+    watch: AnswerWatch | None = None
     logits: torch.Tensor | None = None
     next_logits: NextLogits | None = None
 
@@ -75,6 +81,18 @@ class Request:
             yield
         finally:
             self.figures[name] = self.figures.get(name, 0.0) + time.perf_counter() - started
+
+    @property
+    def earlier(self) -> list[torch.Tensor | None] | None:
+        """What earlier answers looked at in every chunk, where the policy wants to know."""
+        return None if self.watch is None else self.watch.earlier
+
+    def watch_answer(self, history: AnswerHistory, num_layers: int) -> None:
+        """If the policy is ``history``, look up what is known of the chunks, and have the answer recorded."""
+        if self.recompute.policy == "history":
+            names = [(chunk.exact_key.namespace, chunk.exact_key.chunk) for chunk in self.chunks]
+            bounds = [(span.start, span.end) for span in self.encoded.spans]
+            self.watch = AnswerWatch(history, names, bounds, num_layers)
 
     def count_lookups(self) -> None:
         """Fill in hits, misses and bytes after the chunks were looked up."""

@@ -54,7 +54,8 @@ class TestCurve:
         found = curve(exponent=exponent, scale=scale)
         assert found.predict(min(a, b)) <= found.predict(max(a, b))
 
-    @given(target=st.floats(0, 10), exponent=st.floats(0.2, 4), scale=st.floats(1e-3, 1e3))
+    # Far below any target the residual would have too few bits left (1e-318).
+    @given(target=st.just(0.0) | st.floats(1e-30, 10), exponent=st.floats(0.2, 4), scale=st.floats(1e-3, 1e3))
     def test_the_residual_for_a_target_keeps_to_it_and_a_little_more_does_not(
         self, target: float, exponent: float, scale: float
     ) -> None:

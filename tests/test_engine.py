@@ -32,6 +32,8 @@ from tests.conftest import EngineMaker, passage, prefill_logits, rag_prompt
 from tests.tiny_models import FULL_PREFILL, make
 from tests.tiny_tokenizers import byte_level, strict
 
+UNCALIBRATED = sorted(set(POLICIES) - {"predicted"})  # which needs a calibration: see test_deviation
+
 
 def decoded(engine: CacheCraftEngine, prompt: RagPrompt) -> tuple[str, str]:
     """What the model reads, decoded, and what the template renders."""
@@ -213,7 +215,7 @@ class TestPrompts:
 
 
 class TestFigures:
-    @pytest.mark.parametrize("policy", sorted(POLICIES))
+    @pytest.mark.parametrize("policy", UNCALIBRATED)
     @pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
     def test_token_counts_add_up_for_every_policy(self, policy: str, ratio: float, make_engine: EngineMaker) -> None:
         engine = make_engine(policy=policy, ratio=ratio)
@@ -311,7 +313,7 @@ class TestAnswers:
 
         before = state()
         draw = random.Random(3)
-        for policy in sorted(POLICIES):
+        for policy in UNCALIBRATED:
             for ratio in (0.0, 0.3):
                 order = draw.sample((1, 2, 3), 3)
                 engine.generate(rag_prompt(*order), recompute=RecomputeConfig(policy=policy, ratio=ratio))

@@ -33,7 +33,7 @@ from tests.tiny_tokenizers import byte_level
 pytest.importorskip("rouge_score")
 
 TARGETS = (0.1, 0.137, 0.2, 0.35, 0.6, 0.9, 1.0)
-BY_RATIO = [name for name in POLICIES if name not in ("none", "all", "inter_attention")]
+BY_RATIO = [name for name in POLICIES if name not in ("none", "all", "inter_attention", "predicted")]
 
 
 def question(*numbers: int) -> Question:

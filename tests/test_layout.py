@@ -28,8 +28,8 @@ MAX_LINES = 350
 # A package counts as one module here. Names of modules that are still to be written may stand in the table.
 LAYERS = (
     ("errors", "config", "stats", "single_flight"),
-    ("keys", "cfo", "variants", "calibration"),
-    ("rope", "attention", "attention_record"),
+    ("keys", "cfo", "variants", "deviation", "calibration"),
+    ("rope", "attention", "attention_record", "history"),
     ("chunk_kv", "prompt_kv"),
     ("registry", "segment_tokenizer"),
     ("chat_template",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachecraft_rag.config import PolicyName
-from cachecraft_rag.selection import POLICIES, SelectionContext
+from cachecraft_rag.selection import POLICIES, ScoringPolicy, SelectionContext
 from cachecraft_rag.selection.base import per_layer_share, top_candidates
 
 NUM_LAYERS = 2
@@ -20,7 +21,8 @@ OFFSETS = (0, 1, 2, 3, 0, 1, 2)
 ATTENTION = ((1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0, 0.2, 0.3, 0.5))
 SENSITIVITY = ((9.0, 4.0, 0.0, 1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 0.25))
 DEVIATION = (5.0, 1.0, 2.0, 8.0, 0.5, 6.0, 7.0)
-SCORING = ["key_deviation", "question_attention", "question_deviation", "question_sensitivity"]
+HISTORY = (0.0, 0.0, 0.0, 0.0, 0.6, 0.2, 0.0)
+PREDICTED = ((3.0, 0.5, 0.1, 1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0, 4.0, 0.2, 1.0))
 WITH_A_BUDGET = [name for name in POLICIES if name not in ("none", "all")]
 
 
@@ -36,8 +38,11 @@ class Context:
         deviation: object = DEVIATION,
         offsets: tuple[int, ...] = OFFSETS,
         chunks: tuple[int, ...] = CHUNKS,
+        history: object = None,
+        predicted: object = PREDICTED,
     ) -> None:
         self.passes: list[str] = []
+        self._predicted = torch.tensor(predicted)
         self._attention, self._deviation = torch.tensor(attention), torch.tensor(deviation)
         self.value = SelectionContext(
             positions=torch.arange(len(offsets)) + 10,
@@ -48,6 +53,8 @@ class Context:
             seed=seed,
             question_attention=self.question_attention,
             key_deviation=self.key_deviation,
+            history=None if history is None else torch.tensor(history),
+            predicted_deviation=lambda: self._predicted,
         )
 
     def question_attention(self) -> torch.Tensor:
@@ -68,8 +75,14 @@ def test_every_policy_of_the_configuration_exists_under_its_own_name() -> None:
     assert all(policy.name == name for name, policy in POLICIES.items())
 
 
-def test_only_the_policy_that_reads_the_sensitivity_needs_it() -> None:
-    assert [name for name, policy in POLICIES.items() if policy.needs_sensitivity] == ["question_sensitivity"]
+def test_only_the_policies_that_read_the_sensitivity_need_it() -> None:
+    needing = {name for name, policy in POLICIES.items() if policy.needs_sensitivity}
+    assert needing == {"question_sensitivity", "history", "predicted"}
+
+
+def test_policies_that_weigh_tokens_give_scores() -> None:
+    scoring = {name for name, policy in POLICIES.items() if isinstance(policy, ScoringPolicy)}
+    assert scoring == set(WITH_A_BUDGET) - {"random", "chunk_start", "inter_attention"}
 
 
 @pytest.mark.parametrize(
@@ -83,6 +96,8 @@ def test_only_the_policy_that_reads_the_sensitivity_needs_it() -> None:
         ("question_attention", ["question_attention"]),
         ("question_deviation", ["key_deviation", "question_attention"]),
         ("question_sensitivity", ["question_attention"]),
+        ("history", ["question_attention"]),
+        ("predicted", ["question_attention"]),
     ],
 )
 def test_a_policy_runs_the_passes_that_it_needs_and_no_others(policy: str, passes: list[str]) -> None:
@@ -119,16 +134,55 @@ def test_a_policy_runs_the_passes_that_it_needs_and_no_others(policy: str, passe
         ("question_sensitivity", 4, [0, 1, 3, 5]),
         ("question_sensitivity", 5, [0, 1, 3, 5, 6]),
         ("question_sensitivity", 6, [0, 1, 3, 4, 5, 6]),
+        # Shares times predicted deviation: .3 .1 .03 .4 .8 .06 .5
+        ("predicted", 1, [4]),
+        ("predicted", 3, [3, 4, 6]),
+        ("predicted", 5, [0, 1, 3, 4, 6]),
+        ("predicted", 6, [0, 1, 3, 4, 5, 6]),
     ],
 )
 def test_choices_are_those_made_by_hand(policy: str, budget: int, expected: list[int]) -> None:
     assert chosen(policy, budget) == expected
 
 
+@pytest.mark.parametrize("history", [None, [0.0] * 7])
+def test_without_earlier_answers_the_history_changes_nothing(history: list[float] | None) -> None:
+    for context in (Context(3, history=history), Context(3, attention=SENSITIVITY, history=history)):
+        assert torch.equal(
+            POLICIES["history"].scores(context.value),  # type: ignore[attr-defined]
+            POLICIES["question_sensitivity"].scores(context.value),  # type: ignore[attr-defined]
+        )
+
+
+def test_what_earlier_answers_looked_at_is_weighed_by_its_sensitivity_too() -> None:
+    # Roots of the sensitivity: 3 2 0 1 1 1 1 and 1 1 1 1 1 2 .5; half of the history is added in both layers, so to
+    # the products .3 .4 0 .4 .2 .6 .25 come 0 0 0 0 .6 .3 0.
+    assert chosen("history", 2, history=HISTORY) == [4, 5]
+    assert chosen("history", 3, history=HISTORY) == [1, 4, 5]
+    only_where_nothing_depends_on_context = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    nowhere = [[9.0, 4.0, 0.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0, 4.0, 0.25]]
+    for budget in range(1, 7):
+        with_history = chosen("history", budget, history=only_where_nothing_depends_on_context, sensitivity=nowhere)
+        assert with_history == chosen("question_sensitivity", budget, sensitivity=nowhere)
+
+
+def test_the_history_of_many_chunks_counts_no_more_than_that_of_one_answer() -> None:
+    once, often = [share / sum(HISTORY) for share in HISTORY], [9.0 * share for share in HISTORY]
+    scores = [POLICIES["history"].scores(Context(3, history=h).value) for h in (once, often)]  # type: ignore[attr-defined]
+    assert torch.allclose(scores[0], scores[1])
+    assert scores[0].sum() > POLICIES["history"].scores(Context(3, history=HISTORY).value).sum()  # type: ignore[attr-defined]
+
+
+def test_without_a_regressor_nothing_is_predicted() -> None:
+    context = replace(Context(3).value, predicted_deviation=None)
+    with pytest.raises(ValueError, match=r"'predicted'.*cachecraft calibrate"):
+        POLICIES["predicted"].select(context)
+
+
 def test_every_layer_counts_alike_however_much_attention_it_pays() -> None:
     # A thousand heads in layer 0 must not drown what layer 1 looks at.
     loud = (tuple(1000 * a for a in ATTENTION[0]), ATTENTION[1])
-    for policy in ("question_attention", "question_deviation", "question_sensitivity"):
+    for policy in ("question_attention", "question_deviation", "question_sensitivity", "history", "predicted"):
         for budget in range(1, 7):
             assert chosen(policy, budget, attention=loud) == chosen(policy, budget)
 
@@ -152,11 +206,13 @@ def test_a_layer_without_any_attention_decides_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", ["key_deviation", "question_attention", "question_deviation", "question_sensitivity"]
+    "policy",
+    ["key_deviation", "question_attention", "question_deviation", "question_sensitivity", "history", "predicted"],
 )
 def test_equal_scores_are_taken_from_the_front(policy: str) -> None:
     ones = torch.ones(NUM_LAYERS, 7).tolist()
-    assert chosen(policy, 3, attention=ones, sensitivity=ones, deviation=[1.0] * 7) == [0, 1, 2]
+    equal = {"attention": ones, "sensitivity": ones, "deviation": [1.0] * 7, "history": [0.1] * 7, "predicted": ones}
+    assert chosen(policy, 3, **equal) == [0, 1, 2]
 
 
 def test_top_candidates_are_sorted_by_place_not_by_score() -> None:
@@ -198,9 +254,11 @@ def test_a_choice_has_the_size_of_the_budget_and_is_sorted(policy: str, data: st
     offsets = tuple(offset for length in lengths for offset in range(length))
     chunks = tuple(chunk for chunk, length in enumerate(lengths) for _ in range(length))
     row = st.lists(st.sampled_from([0.0, 0.5, 1.0, 7.0]), min_size=len(offsets), max_size=len(offsets))
-    attention, sensitivity = ([data.draw(row) for _ in range(NUM_LAYERS)] for _ in range(2))
+    attention, sensitivity, predicted = ([data.draw(row) for _ in range(NUM_LAYERS)] for _ in range(3))
     budget = data.draw(st.integers(0, len(offsets)))
-    context = Context(budget, 3, attention, sensitivity, data.draw(row), offsets, chunks)
+    context = Context(
+        budget, 3, attention, sensitivity, data.draw(row), offsets, chunks, data.draw(st.none() | row), predicted
+    )
     selected = POLICIES[policy].select(context.value)
     assert selected.dtype == torch.long
     assert selected.tolist() == sorted(set(selected.tolist()))

@@ -42,22 +42,33 @@ def calibrate(
     Documents without a text are looked up in QUESTIONS_docs.jsonl; questions with spans have theirs cut into chunks.
     """
     from cachecraft_rag.engine import CacheCraftEngine
-    from cachecraft_rag.evaluate.calibrate import fit, measure
+    from cachecraft_rag.evaluate.calibrate import check, fit, fit_deviation, measure
     from cachecraft_rag.evaluate.questions import load_questions
 
     try:
-        config = EngineConfig.model_validate({"recompute": {"policy": policy}, "encode": {"behind": behind}})
+        recompute = RecomputeConfig.model_validate({"policy": policy})
+        config = EngineConfig.model_validate({"encode": {"behind": behind}})
         with CacheCraftEngine.from_pretrained(model, config, dtype=dtype) as engine:
             limits = {"limit": number, "seed": seed, "chunk_tokens": chunk_tokens, "num_chunks": num_chunks}
             asked = load_questions(questions, engine.prompts, **limits)
             prompts = [question.prompt() for question in asked]
-            found = measure(engine, prompts, answer_tokens=answer_tokens, show_progress=True)
-            calibration = fit(engine, found)
+            check(engine, prompts, recompute=recompute)
+            regressor = fit_deviation(engine, prompts, show_progress=True)
+            found = measure(
+                engine,
+                prompts,
+                answer_tokens=answer_tokens,
+                recompute=recompute,
+                deviation=regressor,
+                show_progress=True,
+            )
+            calibration = fit(engine, found, recompute=recompute, deviation=regressor)
             calibration.save(out)
     except (ValueError, ImportError, OSError, RuntimeError, CacheCraftError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
     _show(calibration, found)
+    typer.echo(f"predicted from {regressor.num_tokens} tokens: {regressor.explained:.0%} of how stored values differ")
     typer.echo(f"wrote {out}")
 
 

@@ -1,7 +1,8 @@
 """Measures how far a model's answers drift from full prefill's, and what predicts it.
 
 For every prompt full prefill answers greedily; then the same answer is scored behind several recompute ratios, and the
-divergence is set against what the policy's scores say was left uncorrected.
+divergence is set against what the policy's scores say was left uncorrected. Before that, stored KV is compared with
+full prefill's, token by token, to learn what predicts how far it is off.
 """
 
 from __future__ import annotations
@@ -11,20 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from tqdm.auto import tqdm
 
 from cachecraft_rag.calibration import Calibration
-from cachecraft_rag.config import RecomputeConfig
+from cachecraft_rag.config import RecomputeConfig, SamplingConfig
+from cachecraft_rag.deviation import DeviationFit, DeviationModel, relative_deviation
 from cachecraft_rag.engine import CacheCraftEngine
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.evaluate.bootstrap import bootstrap_mean
 from cachecraft_rag.evaluate.teacher import kl_divergence, score
+from cachecraft_rag.prefill import candidate_features
 from cachecraft_rag.prompt import RagPrompt
 from cachecraft_rag.quality import calibrated_settings
+from cachecraft_rag.request import Request
 from cachecraft_rag.selection import POLICIES, ScoringPolicy
 
 RATIOS = (0.05, 0.1, 0.2, 0.4)
 
+_MOST_COMPARED = 16  # prompts: each gives thousands of tokens to fit seven numbers per layer to
 _NAMESPACE = "cachecraft-calibration"  # of its own: what users have stored is neither used nor changed
 _LEAST_DIVERGENCE = 1e-6  # below it there is only rounding
 _EXPONENTS = (0.25, 3.0)  # what a few odd questions may make of it; measured: 0.7 to 1.1
@@ -74,8 +80,12 @@ def calibrate(
         UnsupportedModelError: The model can't reuse chunks.
         ValueError: An argument is out of its range, the policy gives no scores, or the prompts hold no chunks.
     """
-    found = measure(engine, prompts, ratios, answer_tokens, recompute=recompute, show_progress=show_progress)
-    return fit(engine, found, recompute=recompute, quantile=quantile)
+    check(engine, prompts, ratios, recompute)
+    regressor = fit_deviation(engine, prompts, show_progress=show_progress)
+    found = measure(
+        engine, prompts, ratios, answer_tokens, recompute=recompute, deviation=regressor, show_progress=show_progress
+    )
+    return fit(engine, found, recompute=recompute, quantile=quantile, deviation=regressor)
 
 
 def measure(
@@ -85,9 +95,33 @@ def measure(
     answer_tokens: int = 24,
     *,
     recompute: RecomputeConfig | None = None,
+    deviation: DeviationModel | None = None,
     show_progress: bool = False,
 ) -> list[Measurement]:
-    """Answer every prompt by full prefill and score the answer at every ratio; arguments and errors as above."""
+    """Answer every prompt by full prefill and score the answer at every ratio; arguments and errors as above.
+
+    Args:
+        deviation: For the policy ``predicted``, from ``fit_deviation``; ``None`` takes the engine's.
+    """
+    recompute = recompute or engine.config.recompute
+    check(engine, prompts, ratios, recompute)
+    measurements: list[Measurement] = []
+    with engine.intake.quality.predicting_by(deviation):
+        for number, prompt in enumerate(tqdm(prompts, desc="calibrate", unit="prompt", disable=not show_progress)):
+            try:
+                measurements += _measure_one(engine, number, prompt, ratios, answer_tokens, recompute)
+            finally:
+                engine.invalidate(namespace=_NAMESPACE)
+    return measurements
+
+
+def check(
+    engine: CacheCraftEngine,
+    prompts: Sequence[RagPrompt],
+    ratios: Sequence[float] = RATIOS,
+    recompute: RecomputeConfig | None = None,
+) -> None:
+    """Make sure that an engine can be calibrated with these; arguments and errors as above."""
     recompute = recompute or engine.config.recompute
     if not isinstance(POLICIES[recompute.policy], ScoringPolicy):
         raise ValueError(f"policy: {recompute.policy!r} gives tokens no scores, so there is nothing to predict from")
@@ -97,13 +131,37 @@ def measure(
         raise ValueError(f"prompts: {len(prompts)} can't show how much prompts differ; give at least 2, better 30")
     if engine.fallback_reason is not None:
         raise UnsupportedModelError(engine.fallback_reason)
-    measurements: list[Measurement] = []
-    for number, prompt in enumerate(tqdm(prompts, desc="calibrate", unit="prompt", disable=not show_progress)):
+
+
+def fit_deviation(
+    engine: CacheCraftEngine, prompts: Sequence[RagPrompt], *, show_progress: bool = False
+) -> DeviationModel:
+    """Compare the stored KV of some prompts' chunks with full prefill's, and fit what predicts the difference.
+
+    Arguments and errors as above; the engine's policy is not looked at.
+    """
+    found = DeviationFit(engine.model.config.get_text_config().num_hidden_layers)
+    compared = prompts[:_MOST_COMPARED]
+    for prompt in tqdm(compared, desc="compare", unit="prompt", disable=not show_progress):
         try:
-            measurements += _measure_one(engine, number, prompt, ratios, answer_tokens, recompute)
+            engine.warm(prompt.chunks, namespace=_NAMESPACE)
+            stored, full = _prefilled(engine, prompt, reuse=True), _prefilled(engine, prompt, reuse=False)
         finally:
             engine.invalidate(namespace=_NAMESPACE)
-    return measurements
+        if stored.plan is not None and stored.kv is not None and full.kv is not None:
+            chunk_kvs, token_ids = [chunk.chunk_kv for chunk in stored.chunks], torch.tensor(stored.encoded.token_ids)
+            positions, features = candidate_features(stored.plan, chunk_kvs, token_ids, stored.kv)
+            values = [kv.values[:, 0, :, positions.to(kv.values.device)] for kv in (stored.kv, full.kv)]
+            found.add(features, relative_deviation(*values))
+    return found.model()
+
+
+def _prefilled(engine: CacheCraftEngine, prompt: RagPrompt, reuse: bool) -> Request:
+    """A request whose buffer holds every chunk as it is stored, or as it is computed behind what precedes it."""
+    as_stored = RecomputeConfig(policy="none", ratio=0.0)
+    request = engine.intake.take(prompt, SamplingConfig(max_new_tokens=1), as_stored, _NAMESPACE)
+    engine.prefill(request, reuse)
+    return request
 
 
 def _measure_one(
@@ -138,6 +196,7 @@ def fit(
     *,
     recompute: RecomputeConfig | None = None,
     quantile: float = 0.9,
+    deviation: DeviationModel | None = None,
 ) -> Calibration:
     """Fit the curve to what ``measure`` found; arguments and errors as above.
 
@@ -164,6 +223,7 @@ def fit(
         margin=margin,
         quantile=quantile,
         num_questions=len(prompts),
+        deviation=deviation,
     )
 
 

@@ -17,7 +17,7 @@ from cachecraft_rag.prompt import RagPrompt
 
 BY_CFO = "inter_attention"
 """The policy whose ``alpha`` decides how much is recomputed, not a ratio."""
-QUESTION_PASS = frozenset({"question_attention", "question_deviation", "question_sensitivity"})
+QUESTION_PASS = frozenset({"question_attention", "question_deviation", "question_sensitivity", "history", "predicted"})
 """Policies that run the free tokens once more."""
 KEY_PASS = frozenset({"key_deviation", "question_deviation"})
 """Policies that run all tokens through one layer."""

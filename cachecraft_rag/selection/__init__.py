@@ -8,8 +8,10 @@ from cachecraft_rag.config import PolicyName
 from cachecraft_rag.selection.base import ScoringPolicy, SelectionContext, SelectionPolicy
 from cachecraft_rag.selection.chunk_start import ChunkStart
 from cachecraft_rag.selection.fixed import AllTokens, NoTokens
+from cachecraft_rag.selection.history import History
 from cachecraft_rag.selection.inter_attention import InterAttention
 from cachecraft_rag.selection.key_deviation import KeyDeviation
+from cachecraft_rag.selection.predicted import Predicted
 from cachecraft_rag.selection.question_attention import QuestionAttention
 from cachecraft_rag.selection.question_deviation import QuestionDeviation
 from cachecraft_rag.selection.question_sensitivity import QuestionSensitivity
@@ -27,6 +29,8 @@ POLICIES: dict[str, SelectionPolicy] = {
         QuestionDeviation(),
         QuestionSensitivity(),
         InterAttention(),
+        History(),
+        Predicted(),
     )
 }
 

@@ -30,6 +30,10 @@ class SelectionContext:
         inter_attention: Attention that every candidate paid to other chunks when its KV was made, ``[num_candidates]``
             float32; 0 where that was not recorded, ``None`` where it was for none.
         chunk_budgets: Number of tokens to select of every chunk of the prompt; ``None`` where they share ``budget``.
+        history: Share of the attention to chunks that earlier answers paid to every candidate, ``[num_candidates]``
+            float32; 0 in chunks that none has read, ``None`` where that is not known.
+        predicted_deviation: Relative change of every candidate's values that a regressor predicts,
+            ``[num_layers, num_candidates]`` float32; runs no pass. ``None`` without a regressor.
     """
 
     positions: torch.Tensor
@@ -42,6 +46,8 @@ class SelectionContext:
     key_deviation: Callable[[], torch.Tensor]
     inter_attention: torch.Tensor | None = None
     chunk_budgets: Sequence[int] | None = None
+    history: torch.Tensor | None = None
+    predicted_deviation: Callable[[], torch.Tensor] | None = None
 
 
 class SelectionPolicy(Protocol):
