@@ -28,11 +28,15 @@ class ChunkFeed:
                 raise ValueError(f"{name}: {value!r} is too small; give at least 1")
         self._max_texts, self._max_subscribers = max_texts, max_subscribers
         self._lock = threading.Lock()
-        self._latest: OrderedDict[str, None] = OrderedDict()
+        self._latest: OrderedDict[tuple[str, str | None], None] = OrderedDict()  # texts and their documents
         self._subscribers: OrderedDict[tuple[ReferenceType[CacheCraftEngine], str], None] = OrderedDict()
 
-    def add(self, texts: Iterable[str]) -> None:
+    def add(self, texts: Iterable[str], document_id: str | None = None) -> None:
         """Register texts with all subscribers, and keep the latest for later ones.
+
+        Args:
+            texts: Chunk texts.
+            document_id: The document they were cut from, for the engines' ``invalidate``.
 
         Raises:
             ValueError: ``texts`` is one string.
@@ -42,13 +46,13 @@ class ChunkFeed:
         texts = list(texts)
         with self._lock:
             for text in texts:
-                self._latest[text] = None
-                self._latest.move_to_end(text)
+                self._latest[text, document_id] = None
+                self._latest.move_to_end((text, document_id))
             while len(self._latest) > self._max_texts:
                 self._latest.popitem(last=False)
             subscribers = self._open_subscribers()
         for engine, namespace in subscribers:
-            engine.register(texts, namespace)
+            engine.register(texts, namespace, document_id)
 
     def subscribe(self, engine: CacheCraftEngine, namespace: str | None = None) -> None:
         """Give a namespace of an engine the latest texts and all to come.
@@ -64,12 +68,19 @@ class ChunkFeed:
         with self._lock:
             if subscriber not in self._subscribers:
                 # Under the lock, so that whoever returns from here can rely on the texts being known.
-                engine.register(self._latest, namespace)
+                for document_id, texts in self._texts_by_document().items():
+                    engine.register(texts, namespace, document_id)
                 self._open_subscribers()
                 self._subscribers[subscriber] = None
             self._subscribers.move_to_end(subscriber)
             while len(self._subscribers) > self._max_subscribers:
                 self._subscribers.popitem(last=False)
+
+    def _texts_by_document(self) -> dict[str | None, list[str]]:
+        texts: dict[str | None, list[str]] = {}
+        for text, document_id in self._latest:
+            texts.setdefault(document_id, []).append(text)
+        return texts
 
     def _open_subscribers(self) -> list[tuple[CacheCraftEngine, str]]:
         """Engines that can still answer, with their namespaces; the others are forgotten."""

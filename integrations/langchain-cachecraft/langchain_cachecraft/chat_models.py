@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-import torch
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LangSmithParams
-from langchain_core.messages import BaseMessage
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
+from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.config import get_config_list
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import ConfigDict, model_validator
 from typing_extensions import Self
 
-from cachecraft_rag import CacheCraftEngine, EngineConfig, EngineKey, RagPrompt
-from cachecraft_rag.config import PolicyName
-from cachecraft_rag.engine_pool import SHARED_ENGINES
+from cachecraft_rag import CacheCraftEngine, GenerationResult
 from cachecraft_rag.steps import Steps
 from langchain_cachecraft.answers import PROVIDER, Answer, delta_chunk
-from langchain_cachecraft.callbacks import RETRIEVED, install
-from langchain_cachecraft.engine_ids import ENGINE_IDS
-from langchain_cachecraft.messages import artifact_texts, chat_messages
+from langchain_cachecraft.batch_round import BatchRound, current_round
+from langchain_cachecraft.chat_prompt import OPTIONS, ChatPrompt, name_of, normalized_choice
+from langchain_cachecraft.messages import artifact_documents
 from langchain_cachecraft.options import CallOptions
+from langchain_cachecraft.profiles import model_profile
+from langchain_cachecraft.served_model import ServedModel
+from langchain_cachecraft.structured_output import METHODS, Method, Schema, bound_to, structured
+from langchain_cachecraft.structured_output import name_of as name_of_schema
 
 _VERSION = version("langchain-cachecraft")
 
 
-class ChatCacheCraft(BaseChatModel):
+class ChatCacheCraft(ServedModel, BaseChatModel):
     """A local Hugging Face model that keeps the keys and values of retrieved chunks and reuses them in later prompts.
 
     Replace the chat model of a chain by this one; nothing else changes. The model is loaded at the first call and
-    shared by all chat models of the process with the same name, dtype, device and engine settings.
+    shared by all models of the process with the same name, dtype, device and engine settings.
 
-    Every field from ``temperature`` to ``recompute_ratio`` can also be given per call: ``chat.invoke(messages,
+    Every field from ``temperature`` to ``preset`` can also be given per call: ``chat.invoke(messages,
     max_tokens=50)``, ``chat.bind(reuse=False)``. So can ``model`` and ``stop``.
 
     Example:
@@ -52,102 +55,10 @@ class ChatCacheCraft(BaseChatModel):
 
     model_config = ConfigDict(populate_by_name=True, extra="forbid")
 
-    model: str = Field(default="", alias="model_name", description="A local folder, an alias, or a hub id.")
-    engine: CacheCraftEngine | None = Field(
-        default=None, exclude=True, repr=False, description="A ready engine, instead of one loaded by name."
-    )
-    dtype: str = Field(default="auto", description="A torch dtype or its name; 'auto' takes the checkpoint's.")
-    device: str | None = Field(default=None, description="Where to run; None takes the first GPU, else the CPU.")
-    engine_config: EngineConfig | None = Field(default=None, description="Settings of the engine, such as budgets.")
-    namespace: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Chunks are shared inside it and never across (tenants); None: the engine's.",
-    )
-
-    temperature: float = Field(default=0.0, ge=0.0, description="0.0 takes the most likely token.")
-    max_tokens: int | None = Field(default=None, ge=1, description="Longest answer; None takes the engine's setting.")
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="Smallest set of tokens that reaches this sum.")
-    top_k: int = Field(default=0, ge=0, description="Number of most likely tokens to keep; 0 keeps all.")
-    repetition_penalty: float = Field(default=1.0, gt=0.0, description="Factor against tokens seen before; 1.0 is off.")
-    seed: int | None = Field(default=None, description="Seed of the draw; None draws a new one.")
-    timeout: float | None = Field(
-        default=None, gt=0.0, description="Seconds an answer may take, loading excluded; checked between texts."
-    )
-    reuse: bool = Field(default=True, description="False prefills every prompt in the ordinary way: the reference.")
-    policy: PolicyName | None = Field(default=None, description="Which chunk tokens to recompute; None: the engine's.")
-    recompute_ratio: float | None = Field(
-        default=None, ge=0.0, le=1.0, description="Share of the chunk tokens that is recomputed; None: the engine's."
-    )
-
-    stop: list[str] | None = Field(default=None, description="Texts that end the answer; a call's own replace them.")
-    auto_register: bool = Field(
-        default=True, description="Learn the chunks from every retriever of the process and from tool artifacts."
-    )
-    streaming: bool = Field(default=False, description="Whether invoke streams internally, for token callbacks.")
-    max_retries: int | None = Field(
-        default=None, description="Accepted because LangChain passes it to every chat model; nothing here is retried."
-    )
-    api_key: SecretStr | None = Field(
-        default=None, description="Accepted because LangChain passes it to every chat model; a local model needs none."
-    )
-
-    @field_validator("dtype", "device", mode="before")
-    @classmethod
-    def _name_of(cls, value: object) -> object:
-        return str(value).removeprefix("torch.") if isinstance(value, torch.dtype | torch.device) else value
-
-    @field_validator("dtype")
-    @classmethod
-    def _check_dtype(cls, value: str) -> str:
-        dtype = getattr(torch, value, None)
-        if value != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"dtype: {value!r} is no floating point dtype of torch; give 'auto' or e.g. 'bfloat16'")
-        return value
-
     @model_validator(mode="after")
-    def _set_up_cachecraft(self) -> Self:
-        if self.engine is None and not self.model:
-            raise ValueError("model: '' names no model; give a local folder, an alias, a hub id, or a ready engine")
-        if self.engine is not None:
-            own = {"dtype": self.dtype != "auto", "device": self.device, "engine_config": self.engine_config}
-            if refused := [name for name, given in own.items() if given]:
-                raise ValueError(f"{refused[0]}: can't be given together with a ready engine, which has its own")
-            name = getattr(self.engine.model.config, "_name_or_path", "")
-            self.model = self.model or name or type(self.engine.model).__name__
+    def _set_version(self) -> Self:
         self._add_version("langchain-cachecraft", _VERSION)
-        if self.auto_register:
-            install()
         return self
-
-    def get_engine(self, model: str | None = None) -> CacheCraftEngine:
-        """The engine behind this chat model, for ``warm``, ``invalidate`` and the like; loads the model if need be.
-
-        Chat models of other namespaces have the same engine: with a ``namespace`` of your own, name it in these calls.
-
-        Args:
-            model: Another model, loaded with the settings of this one.
-
-        Raises:
-            ValueError: There is no such model, or another model is asked of a ready engine.
-        """
-        if self.engine is None:
-            engine = SHARED_ENGINES.get(self._engine_key(model or self.model), keep=True)
-        elif model in (None, self.model):
-            engine = self.engine
-        else:
-            raise ValueError(f"model: {model!r} can't be served, since this chat model was made with a ready engine")
-        if self.auto_register:
-            RETRIEVED.feed.subscribe(engine, self.namespace)
-        return engine
-
-    def close(self) -> None:
-        """Release the model and its chunks, for all chat models of the process with the same settings.
-
-        A later call loads the model again. A ready engine stays open: it belongs to whoever made it.
-        """
-        if self.engine is None:
-            SHARED_ENGINES.close(self._engine_key(self.model))
 
     def get_token_ids(self, text: str) -> list[int]:
         """Ids of a text by the model's own tokenizer, or by ``custom_get_token_ids``."""
@@ -155,23 +66,104 @@ class ChatCacheCraft(BaseChatModel):
             return self.custom_get_token_ids(text)
         return list(self.get_engine().prompts.encode_text(text))
 
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: dict[str, Any] | str | bool | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with tools that it may call, shown to it by its chat template.
+
+        Args:
+            tools: Tools, functions, Pydantic classes, or descriptions in OpenAI's form.
+            tool_choice: ``"auto"`` leaves it to the model, ``"none"`` shows no tool; ``"any"`` and the name of a tool
+                begin the answer with a call, which the model can only complete.
+            strict: Whether the descriptions ask for arguments that follow the schema exactly.
+            **kwargs: Other options of the calls.
+
+        Raises:
+            ValueError: ``tool_choice`` names no tool. A call raises it too, when the chat template knows no tools.
+        """
+        described = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        choice = normalized_choice(tool_choice, [name_of(tool) for tool in described])
+        return self.bind(tools=described, tool_choice=choice, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: Schema,
+        *,
+        method: Method = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """The model with answers that are objects.
+
+        Args:
+            schema: A JSON schema, a ``TypedDict``, a function in OpenAI's form, or a Pydantic class. Only a Pydantic
+                class is checked for its fields and types.
+            method: ``"json_schema"`` writes the schema behind the question, for any model; ``"json_mode"`` leaves it
+                to the prompt to ask for JSON; ``"function_calling"`` has the model call a tool.
+            include_raw: Whether to give message, object and error side by side, instead of raising the error.
+            strict: Whether the tool asks for arguments that follow the schema exactly.
+            **kwargs: Other options of the calls.
+
+        Raises:
+            ValueError: There is no such method. The calls raise ``OutputParserException`` for an answer that is not
+                the JSON of such an object, or was cut off.
+        """
+        if method not in METHODS:
+            raise ValueError(f"method: {method!r} is not allowed; give one of {', '.join(map(repr, METHODS))}")
+        options = {**bound_to(schema, method), **kwargs}
+        if method == "function_calling":
+            llm = self.bind_tools([schema], tool_choice=name_of_schema(schema), strict=strict, **options)
+        else:
+            llm = self.bind(**options)
+        return structured(llm, schema, method, include_raw)
+
+    def batch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """Answers to several inputs, which the engine is given together; a run for each, in order.
+
+        With ``timeout`` or ``streaming`` they are given one by one.
+        """
+        if len(inputs) < 2 or self.streaming or kwargs.get("timeout", self.timeout) is not None:
+            return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+        stop = kwargs.get("stop")
+        given = {name: value for name, value in kwargs.items() if name != "stop"}
+
+        chats = [self._convert_input(item).to_messages() for item in inputs]
+        batch_round = BatchRound(self, chats, lambda chats: self._answers(chats, stop, given))
+        answers: list[Any] = []
+        for place, (item, its_config) in enumerate(zip(inputs, get_config_list(config, len(inputs)), strict=True)):
+            try:
+                with batch_round.at(place):
+                    answers.append(self.invoke(item, its_config, **kwargs))
+            except Exception as error:
+                if not return_exceptions:
+                    raise
+                answers.append(error)
+        return answers
+
     @property
     def _llm_type(self) -> str:
         return PROVIDER
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """All that decides an answer; LangChain's response cache takes it as part of its key."""
-        config = self.engine.config if self.engine is not None else self.engine_config or EngineConfig()
-        return {
-            **asdict(CallOptions.of(self, {})),
-            "stop_sequences": self.stop,  # LangChain puts the stop texts of the call under "stop"
-            "dtype": self.dtype,
-            "device": self.device,
-            "engine_config": config.model_dump(),
-            "namespace": self.namespace or config.namespace,
-            "engine": None if self.engine is None else ENGINE_IDS.id_of(self.engine),
-        }
+        return self._identity()
+
+    def _resolve_model_profile(self) -> ModelProfile | None:
+        window = None if self.engine_config is None else self.engine_config.context_window
+        return model_profile(self.model, self.engine, window)
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=self.stop if stop is None else stop, **kwargs)
@@ -186,7 +178,10 @@ class ChatCacheCraft(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        *_, answer = self._answer(messages, stop, kwargs)
+        batch_round = current_round()
+        answer: object = None if batch_round is None else batch_round.answer(self, messages)
+        if answer is None:
+            *_, answer = self._answer(messages, stop, kwargs)
         assert isinstance(answer, Answer)
         return answer.chat_result()
 
@@ -234,49 +229,38 @@ class ChatCacheCraft(BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]
     ) -> Generator[str | Answer, None, None]:
         """Yield the pieces of an answer and at last the whole; everything else is a form of this."""
-        options = CallOptions.of(self, given)
+        options = CallOptions.of(self, given, OPTIONS)
         engine = self.get_engine(options.model)
+        asked = self._asked(engine, options.model, messages, given)
+        reader = asked.reader()
+        with closing(self._answer_to(engine, asked.prompt, stop, options)) as items:
+            for item in items:
+                if isinstance(item, GenerationResult):
+                    yield Answer.of(item, options.model, reader)
+                elif text := reader.take(item):
+                    yield text
+
+    def _answers(
+        self, chats: Sequence[list[BaseMessage]], stop: list[str] | None, given: dict[str, Any]
+    ) -> list[Answer]:
+        """Whole answers to several chats."""
+        options = CallOptions.of(self, given, OPTIONS)
+        engine = self.get_engine(options.model)
+        asked = [self._asked(engine, options.model, messages, given) for messages in chats]
+        results = self._answers_to(engine, [each.prompt for each in asked], stop, options)
+        answers = []
+        for each, result in zip(asked, results, strict=True):
+            reader = each.reader()
+            reader.take(result.text)
+            answers.append(Answer.of(result, options.model, reader))
+        return answers
+
+    def _asked(
+        self, engine: CacheCraftEngine, model: str, messages: list[BaseMessage], given: dict[str, Any]
+    ) -> ChatPrompt:
         if self.auto_register:
-            engine.register(artifact_texts(messages), self.namespace)
-        prompt = RagPrompt.from_messages(chat_messages(messages))
-        started = time.monotonic()
-        stream = engine.stream(
-            prompt,
-            reuse=options.reuse,
-            recompute=options.recompute(engine.config.recompute),
-            namespace=self.namespace,
-            stop=self.stop if stop is None else stop,
-            **options.sampling(),
-        )
-        with closing(stream):
-            for delta in stream:
-                yield delta
-                if options.timeout is not None and time.monotonic() - started > options.timeout:
-                    raise TimeoutError(f"timeout: the answer was not complete after {options.timeout} s")
-            result = stream.result
-        yield Answer(result, options.model)
-
-    def _engine_key(self, model: str) -> EngineKey:
-        return EngineKey(model, self.dtype, self.device, self.engine_config or EngineConfig())
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        memo = {} if memo is None else memo
-        memo[id(self.engine)] = self.engine  # weights and chunks stay where they are
-        return super().__deepcopy__(memo)
-
-    def __getstate__(self) -> dict[Any, Any]:
-        state = super().__getstate__()
-        if self.engine is None:
-            return state
-        return {**state, "__dict__": {**state["__dict__"], "engine": ENGINE_IDS.id_of(self.engine)}}
-
-    def __setstate__(self, state: dict[Any, Any]) -> None:
-        engine_id = state["__dict__"]["engine"]
-        if engine_id is not None:
-            state = {**state, "__dict__": {**state["__dict__"], "engine": ENGINE_IDS.engine_of(engine_id)}}
-        super().__setstate__(state)
-        if self.auto_register:
-            install()
+            engine.register([document.page_content for document in artifact_documents(messages)], self.namespace)
+        return ChatPrompt.of(engine, model, messages, given)
 
 
 def _chunk(item: str | Answer) -> ChatGenerationChunk:

@@ -14,6 +14,7 @@ _ROLES: dict[type[BaseMessage], str] = {
     AIMessage: "assistant",
     ToolMessage: "tool",
 }
+_TEXTS = ("text", "text-plain")
 # What models write beside their answer. Tool calls are read from the message's own field.
 _BESIDE_AN_ANSWER = {
     "invalid_tool_call",
@@ -35,14 +36,14 @@ def chat_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     return [_chat_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
-def artifact_texts(messages: Sequence[BaseMessage]) -> list[str]:
-    """Texts of the documents that retrieval tools attached to their messages."""
-    texts = []
+def artifact_documents(messages: Sequence[BaseMessage]) -> list[Document]:
+    """The documents that retrieval tools attached to their messages."""
+    found = []
     for message in messages:
         artifact = message.artifact if isinstance(message, ToolMessage) else None
         documents = artifact if isinstance(artifact, list | tuple) else [artifact]
-        texts += [document.page_content for document in documents if isinstance(document, Document)]
-    return texts
+        found += [document for document in documents if isinstance(document, Document)]
+    return found
 
 
 def _chat_message(place: str, message: BaseMessage) -> dict[str, Any]:
@@ -78,11 +79,11 @@ def _text(place: str, message: BaseMessage) -> str:
     for index, block in enumerate(content):
         if isinstance(block, str):
             parts.append(block)
-        elif block.get("type") == "text" and isinstance(block.get("text"), str):
+        elif block.get("type") in _TEXTS and isinstance(block.get("text"), str):
             parts.append(block["text"])
         elif block.get("type") not in skipped:
             raise ValueError(
                 f"{place}.content[{index}]: a block of type {block.get('type')!r} can't be read by a text model; "
-                "allowed: strings and blocks of type 'text'"
+                "allowed: strings and blocks of type 'text' or 'text-plain'"
             )
     return "".join(parts)

@@ -13,6 +13,8 @@ from tests.conftest import passage
 
 
 class TestChatCacheCraftIntegration(ChatModelIntegrationTests):
+    """On a model of random weights, which writes neither tool calls nor JSON; the scripted one below does."""
+
     folder = ""
     other_folder = ""
 
@@ -64,6 +66,34 @@ class TestChatCacheCraftIntegration(ChatModelIntegrationTests):
         message = _ask(chat, passage(902), stream)
         assert _details(message)["cache_creation"] > 0
         return message
+
+
+class TestScriptedChatCacheCraftIntegration(TestChatCacheCraftIntegration):
+    """On a model that calls tools and writes JSON, as far as its script goes."""
+
+    @pytest.fixture(autouse=True)
+    def _folders(self, scripted_folder: str, other_model_folder: str) -> None:
+        type(self).folder, type(self).other_folder = scripted_folder, other_model_folder
+
+    @property
+    def has_tool_calling(self) -> bool:
+        return True
+
+    @property
+    def has_structured_output(self) -> bool:
+        return True
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return True
+
+
+class TestFunctionCallingChatCacheCraftIntegration(TestScriptedChatCacheCraftIntegration):
+    """The same, with structured output by tool calls."""
+
+    @property
+    def structured_output_kwargs(self) -> dict[str, Any]:
+        return {"method": "function_calling"}
 
 
 def _ask(chat: ChatCacheCraft, chunk: str, stream: bool) -> AIMessage:

@@ -32,6 +32,18 @@ def test_handlers_may_share_a_feed(engine: CacheCraftEngine) -> None:
     assert engine.register([passage(1), passage(2)]) == 0
 
 
+def test_chunks_are_registered_with_the_document_they_are_of(engine: CacheCraftEngine) -> None:
+    handler = CacheCraftCallbackHandler(document_id_key="source")
+    early, late = (Document(passage(number), metadata={"source": "lease.pdf"}) for number in (1, 2))
+    other = Document(passage(3), metadata={"source": "other.pdf"})
+    handler.on_retriever_end([early, other], run_id=uuid4())
+    handler.feed.subscribe(engine, "a")
+    handler.on_retriever_end([late, Document(passage(4))], run_id=uuid4())
+    engine.warm([passage(number) for number in range(1, 5)], namespace="a")
+    assert engine.invalidate(namespace="a", document_ids=["lease.pdf"]) == 2
+    assert engine.register([passage(number) for number in range(1, 5)], "a") == 2
+
+
 def test_a_broken_document_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     documents: Any = ["no document"]
     with caplog.at_level(logging.ERROR, logger="langchain_cachecraft"):

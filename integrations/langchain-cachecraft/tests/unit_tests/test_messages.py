@@ -16,7 +16,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from langchain_cachecraft.messages import artifact_texts, chat_messages
+from langchain_cachecraft.messages import artifact_documents, chat_messages
 
 
 def test_every_kind_of_message_gets_the_role_that_templates_know() -> None:
@@ -38,6 +38,11 @@ def test_every_kind_of_message_gets_the_role_that_templates_know() -> None:
 
 def test_text_blocks_are_joined_with_nothing_between_them() -> None:
     content: list[Any] = ["one ", {"type": "text", "text": "two", "cache_control": {"type": "ephemeral"}}]
+    assert chat_messages([HumanMessage(content)]) == [{"role": "user", "content": "one two"}]
+
+
+def test_plain_text_documents_in_a_message_are_text() -> None:
+    content: list[Any] = [{"type": "text-plain", "text": "one ", "mime_type": "text/plain"}, "two"]
     assert chat_messages([HumanMessage(content)]) == [{"role": "user", "content": "one two"}]
 
 
@@ -88,4 +93,4 @@ def test_a_message_of_an_unknown_kind_is_refused() -> None:
 )
 def test_documents_are_found_in_the_artifacts_of_tools(artifact: object, texts: list[str]) -> None:
     messages = [HumanMessage("hi"), ToolMessage("found", tool_call_id="1", artifact=artifact)]
-    assert artifact_texts(messages) == texts
+    assert [document.page_content for document in artifact_documents(messages)] == texts

@@ -40,3 +40,29 @@ def test_policy_and_ratio_that_are_not_given_are_the_engines(chat: ChatCacheCraf
     )
     with pytest.raises(ValueError, match="ratio"):
         CallOptions.of(chat, {"recompute_ratio": 2.0}).recompute(default)
+
+
+@pytest.mark.parametrize(
+    "default",
+    [
+        RecomputeConfig(preset="high"),
+        RecomputeConfig(target_divergence=0.1),
+        RecomputeConfig(policy="chunk_start", ratio=0.4),
+    ],
+    ids=["preset", "target", "ratio"],
+)
+def test_what_a_call_gives_takes_the_place_of_whatever_decided_before(default: RecomputeConfig) -> None:
+    chat = ChatCacheCraft(model="some/model", preset="fast")
+    assert CallOptions.of(chat, {}).recompute(default).preset == "fast"
+    assert CallOptions.of(chat, {"preset": "exact"}).recompute(default).ratio == 1.0
+    assert CallOptions.of(chat, {"target_divergence": 0.2}).recompute(default).target == 0.2
+    changed = CallOptions.of(chat, {"recompute_ratio": 0.5}).recompute(default)
+    assert (changed.ratio, changed.target) == (0.5, None)
+    assert CallOptions.of(chat, {"policy": "random"}).recompute(default).policy == "random"
+
+
+def test_only_one_thing_decides_how_much_is_recomputed(chat: ChatCacheCraft) -> None:
+    with pytest.raises(ValueError, match=r"preset: 'fast' beside recompute_ratio 0\.5"):
+        CallOptions.of(chat, {"recompute_ratio": 0.5, "preset": "fast"})
+    with pytest.raises(ValueError, match=r"preset: 'fast' beside target_divergence 0\.1"):
+        ChatCacheCraft(model="some/model", target_divergence=0.1, preset="fast")
