@@ -4,7 +4,9 @@ In every layer both the old and the new KV of the recomputed tokens are at hand.
 should: tokens of one chunk miss the same context, and tokens that are alike react to it alike. So the change of the
 others is predicted by Gaussian process regression (Rasmussen and Williams, 2006, eq. 2.25): the covariance of two
 tokens' changes is the product of their sensitivities and of a kernel that adds up what all tokens have in common, what
-those of one chunk have, and how alike their stored values are.
+those of one chunk have, and how alike their stored values are. How far to trust it is decided in every layer, for
+keys and for values, by leaving each recomputed token out in turn (section 5.4.2): where the others don't foretell it,
+nothing is moved.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from torch.nn import functional
 
 from cachecraft_rag.rope import RotaryLayout, rerotate_keys
 
-MAX_FIT = 512
+MAX_FIT = 256
 """Recomputed tokens that are learnt from: more of them cost time and change little."""
 
-# Covariance of two tokens' changes, as multiples of what all tokens have in common; fitted by hand on two models.
+# Covariance of two tokens' changes, as multiples of what all tokens have in common.
 _SAME_CHUNK = 4.0
 _ALIKE = 16.0
-_NOISE = 32.0
+_NOISES = (8.0, 32.0, 128.0, 512.0)
 
 
 class Offset:
@@ -87,11 +89,11 @@ class Offset:
         layout = self._layouts[layer_idx]
         if layout is not None:  # what tokens have in common shows before the rotation by their positions
             changed_keys = rerotate_keys(changed_keys, -places, layout)
-        changes = torch.cat([_by_token(changed_keys), _by_token(changed_values)], dim=1)
 
         kernel = self._kernel(values, weights)
-        noise = _NOISE * scale * torch.eye(changes.shape[0], device=changes.device)
-        predicted = self._strength * (kernel @ torch.linalg.solve(kernel[self._learnt] + noise, changes))
+        inverses = _inverses(kernel[self._learnt], scale)
+        changes = [_by_token(changed_keys), _by_token(changed_values)]
+        predicted = self._strength * (kernel @ torch.cat([_trusted(inverses, part) for part in changes], dim=1))
         key_part, value_part = predicted.split(
             [keys.shape[0] * keys.shape[2], values.shape[0] * values.shape[2]], dim=1
         )
@@ -114,3 +116,26 @@ class Offset:
 def _by_token(heads: torch.Tensor) -> torch.Tensor:
     """``[num_kv_heads, n, dim]`` as ``[n, num_kv_heads * dim]``."""
     return heads.transpose(0, 1).flatten(1)
+
+
+def _inverses(covariance: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Inverse of a covariance ``[n, n]`` with each amount of noise added, ``[num_noises, n, n]``."""
+    noises = torch.tensor(_NOISES, device=covariance.device)[:, None, None] * scale
+    return torch.cholesky_inverse(torch.linalg.cholesky(covariance + noises * torch.eye(len(covariance)).to(noises)))
+
+
+def _trusted(inverses: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
+    """Coefficients of the regression with the noise that foretells left-out changes best.
+
+    Args:
+        inverses: From ``_inverses``.
+        changes: ``[n, dim]``.
+
+    Returns:
+        ``[n, dim]``; zeros where leaving everything as it is would foretell them better.
+    """
+    coefficients = inverses @ changes
+    left_out = coefficients / inverses.diagonal(dim1=1, dim2=2)[..., None]  # what is known without a token, less it
+    errors = left_out.square().sum(dim=(1, 2))
+    best = int(errors.argmin())
+    return coefficients[best] if errors[best] < changes.square().sum() else torch.zeros_like(changes)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cachecraft_rag.offset import MAX_FIT, Offset
+from cachecraft_rag.offset import MAX_FIT, Offset, _inverses, _trusted
 from cachecraft_rag.rope import RotaryLayout, rerotate_keys
 from tests.conftest import EngineMaker, prefill_logits, rag_prompt
 
@@ -106,6 +106,39 @@ def test_many_recomputed_tokens_are_thinned_out_for_the_fit() -> None:
         torch.device("cpu"),
     )
     assert offset._learnt.numel() <= MAX_FIT
+
+
+def test_changes_that_foretell_nothing_move_hardly_anything() -> None:
+    setting = Setting()
+    noise = torch.randn(HEADS, NUM_TOKENS, DIM, generator=torch.Generator().manual_seed(3))
+    setting.true_values = setting.values.clone()
+    setting.true_values[:, setting.positions] += noise
+    keys, values = setting.corrected()
+    assert error(values, setting.values) < 0.05 * error(setting.true_values, setting.values)
+    assert error(keys, setting.keys) > 0.5 * error(setting.true_keys, setting.keys)  # decided apart
+
+
+def test_the_error_without_a_token_is_that_of_a_regression_on_the_others() -> None:
+    draw = torch.Generator().manual_seed(5)
+    root = torch.randn(6, 6, generator=draw)
+    covariance, changes = root @ root.T, torch.randn(6, 3, generator=draw)
+    scale = torch.tensor(0.25)
+    inverse = _inverses(covariance, scale)[0]  # noise 8 x 0.25
+    left_out = (inverse @ changes) / inverse.diagonal()[:, None]
+    for token in range(6):
+        others = [other for other in range(6) if other != token]
+        inner = covariance[others][:, others] + 2.0 * torch.eye(5)
+        foretold = covariance[token, others] @ torch.linalg.solve(inner, changes[others])
+        assert torch.allclose(changes[token] - foretold, left_out[token], atol=1e-4)
+
+
+def test_the_least_noise_is_trusted_where_changes_are_foretold_best() -> None:
+    draw = torch.Generator().manual_seed(6)
+    root = torch.randn(40, 3, generator=draw)
+    covariance = 1000.0 * root @ root.T
+    inverses = _inverses(covariance, torch.tensor(1.0))
+    smooth = 30.0 * root @ torch.randn(3, 2, generator=draw)
+    assert torch.equal(_trusted(inverses, smooth), inverses[0] @ smooth)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm", "qwen3"])

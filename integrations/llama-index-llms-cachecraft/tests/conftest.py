@@ -2,24 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
+from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
+from cachecraft_rag import AnswerStream, CacheCraftEngine, GenerationResult
 from cachecraft_rag.prompt import EncodedPrompt
 from llama_index.llms.cachecraft import CacheCraftLLM
+from tests.conftest import passage
 from tests.tiny_models import make
 from tests.tiny_tokenizers import byte_level
 
 LLMMaker = Callable[..., CacheCraftLLM]
 Recorder = Callable[[CacheCraftLLM], list[EncodedPrompt]]
+
+
+TEXTS = tuple(f"\n{number}. TERM.\n\n{passage(number)}\n\t(a) “Notice” {{x}};\n" for number in range(3))
+
+# Qwen's way of printing tools and calls, shortened.
+TOOL_TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\nCall one of:{% for tool in tools %} {{ tool | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endif -%}"
+    "{%- for message in messages %}<|im_start|>{{ message.role }}"
+    "{%- if message.content %}{{ '\n' + message.content }}{% endif -%}"
+    "{%- for call in message.tool_calls or [] %}{{ '\n' }}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{%- endfor %}<|im_end|>\n{% endfor -%}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}"
+)
+
+
+class ScriptedEngine(CacheCraftEngine):
+    """Computes every answer as ever, and says what its script says instead, while that lasts.
+
+    A tiny model with random weights calls no tool by itself.
+    """
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        tokenizer = byte_level()
+        tokenizer.chat_template = chat_template or tokenizer.chat_template
+        super().__init__(make("llama", max_position_embeddings=8192), tokenizer)
+        self.script: list[str] = []
+        self.computed: list[str] = []
+
+    def stream(self, *args: Any, **kwargs: Any) -> AnswerStream:
+        return AnswerStream(self._say(super().stream(*args, **kwargs)))
+
+    def _say(self, stream: AnswerStream) -> Generator[str, None, GenerationResult]:
+        scripted = self.script.pop(0) if self.script else None
+        for delta in stream:
+            if scripted is None:
+                yield delta
+        self.computed.append(stream.result.text)
+        yield from re.findall(r"(?s).{1,5}", scripted or "")
+        return stream.result if scripted is None else replace(stream.result, text=scripted)
+
+
+@pytest.fixture
+def make_scripted() -> Callable[..., ScriptedEngine]:
+    """``make_scripted()`` for an engine with the usual template, ``make_scripted(tools=True)`` for one with tools."""
+    return lambda tools=False: ScriptedEngine(TOOL_TEMPLATE if tools else None)
+
+
+class ListRetriever(BaseRetriever):
+    """Returns the same nodes for every query."""
+
+    def __init__(self, nodes: list[TextNode]) -> None:
+        super().__init__()
+        self.nodes = nodes
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return [NodeWithScore(node=node, score=1.0) for node in self.nodes]
+
+
+@pytest.fixture
+def make_retriever() -> Callable[[list[TextNode]], BaseRetriever]:
+    """Make a retriever of given nodes."""
+    return ListRetriever
+
+
+@pytest.fixture
+def retriever() -> ListRetriever:
+    """Three contract clauses with line breaks, quotes, braces and tabs, with metadata; ``retriever.nodes`` has them."""
+    return ListRetriever([TextNode(text=text, metadata={"page_label": str(i)}) for i, text in enumerate(TEXTS)])
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -99,6 +175,30 @@ def log() -> Iterator[EventLog]:
     root.add_event_handler(handler)
     yield handler
     root.event_handlers = [other for other in root.event_handlers if other is not handler]
+
+
+@pytest.fixture
+def find_tensors() -> Callable[[Any], list[Any]]:
+    """``find_tensors(thing)``: every tensor and module that an object holds, through containers and attributes."""
+
+    def find(root: Any) -> list[Any]:
+        seen: dict[int, Any] = {}
+        waiting = [root]
+        while waiting:
+            thing = waiting.pop()
+            if id(thing) in seen or isinstance(thing, type):
+                continue
+            seen[id(thing)] = thing
+            if isinstance(thing, dict):
+                waiting += [*thing.keys(), *thing.values()]
+            elif isinstance(thing, list | tuple | set):
+                waiting += thing
+            elif hasattr(thing, "__dict__") and not callable(thing):
+                waiting += vars(thing).values()
+                waiting.append(getattr(thing, "__pydantic_private__", None))
+        return [thing for thing in seen.values() if isinstance(thing, torch.Tensor | torch.nn.Module)]
+
+    return find
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
+from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.events.llm import (
     LLMChatEndEvent,
     LLMChatInProgressEvent,
@@ -18,9 +20,8 @@ from llama_index.core.instrumentation.events.llm import (
     LLMCompletionStartEvent,
 )
 from llama_index.core.llms import ChatMessage
-from pydantic import BaseModel
 
-from llama_index.llms.cachecraft import CacheCraftLLM
+from llama_index.llms.cachecraft import CacheCraftLLM, CacheCraftPrefillEvent
 
 METHODS = (
     "complete",
@@ -72,33 +73,49 @@ async def test_a_call_is_one_event_of_the_callback_manager(method: str, llm: Cac
 
 
 @every_method
-async def test_no_tensor_can_be_reached_from_responses_and_events(method: str, llm: CacheCraftLLM, log: Any) -> None:
+async def test_a_call_reports_its_statistics_once_within_its_span(method: str, llm: CacheCraftLLM, log: Any) -> None:
+    [*_, last] = await call(llm, method)
+    [event] = log.of(CacheCraftPrefillEvent)
+    assert event.stats == last.raw["cachecraft"]
+    assert event.model == llm.model
+    [start] = log.of(LLMChatStartEvent, LLMCompletionStartEvent)
+    assert event.span_id == start.span_id
+    kinds = [type(one) for one in log.events]
+    end = LLMCompletionEndEvent if "complete" in method else LLMChatEndEvent
+    assert kinds.index(CacheCraftPrefillEvent) < kinds.index(end)
+    assert json.loads(event.model_dump_json())["stats"] == event.stats
+
+
+def test_a_stream_taken_after_its_span_reports_within_it(llm: CacheCraftLLM, log: Any) -> None:
+    dispatcher = get_dispatcher("test")
+
+    @dispatcher.span
+    def ask() -> Any:
+        return llm.stream_complete("Hello")
+
+    for _ in ask():
+        continue
+    [start], [event] = log.of(LLMCompletionStartEvent), log.of(CacheCraftPrefillEvent)
+    assert event.span_id == start.span_id is not None
+
+
+def test_a_stream_that_is_left_reports_nothing(llm: CacheCraftLLM, log: Any) -> None:
+    stream = llm.stream_complete("Hello")
+    next(stream)
+    stream.close()
+    assert log.of(CacheCraftPrefillEvent) == []
+
+
+@every_method
+async def test_no_tensor_can_be_reached_from_responses_and_events(
+    method: str, llm: CacheCraftLLM, log: Any, find_tensors: Callable[[Any], list[Any]]
+) -> None:
     responses = await call(llm, method)
-    reached = [*reachable([responses, log.events])]
-    assert len(reached) > 20
-    assert not [thing for thing in reached if isinstance(thing, torch.Tensor | torch.nn.Module)]
+    assert log.of(CacheCraftPrefillEvent)
+    assert find_tensors([responses, log.events]) == []
 
 
-def test_the_search_for_tensors_would_find_one() -> None:
+def test_the_search_for_tensors_would_find_one(llm: CacheCraftLLM, find_tensors: Callable[[Any], list[Any]]) -> None:
     response = ChatMessage(content="Hello", additional_kwargs={"deep": [{"down": torch.ones(1)}]})
-    assert any(isinstance(thing, torch.Tensor) for thing in reachable(response))
-
-
-def reachable(root: Any) -> Iterator[Any]:
-    """Everything that an object holds, through containers and attributes."""
-    seen: set[int] = set()
-    waiting = [root]
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen or isinstance(thing, type):
-            continue
-        seen.add(id(thing))
-        yield thing
-        if isinstance(thing, dict):
-            waiting += [*thing.keys(), *thing.values()]
-        elif isinstance(thing, list | tuple | set):
-            waiting += thing
-        elif hasattr(thing, "__dict__") and not callable(thing):
-            waiting += vars(thing).values()
-            if isinstance(thing, BaseModel):
-                waiting.append(thing.__pydantic_private__)
+    assert len(find_tensors(response)) == 1
+    assert find_tensors({"held": [llm]})  # through private attributes, down to the weights

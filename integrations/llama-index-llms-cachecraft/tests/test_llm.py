@@ -7,18 +7,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from llama_index.core import Settings
 from llama_index.core.base.llms.types import CacheControl, CachePoint
-from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.llms import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.prompts import PromptTemplate
 
-from cachecraft_rag import CacheCraftEngine, EngineConfig, PromptTooLongError, RagPrompt, RecomputeConfig
+from cachecraft_rag import PromptTooLongError, RagPrompt
 from cachecraft_rag.prompt import EncodedPrompt
 from llama_index.llms.cachecraft import CacheCraftLLM
 from tests.conftest import passage
-from tests.tiny_models import make
-from tests.tiny_tokenizers import byte_level
 
 Answer = tuple[list[str], list[str], dict[str, Any]]
 Asker = Callable[..., Awaitable[Answer]]
@@ -266,69 +262,8 @@ def test_metadata_tells_the_truth_about_the_model(make_llm: Callable[..., CacheC
     assert make_llm(context_window=500).metadata.context_window == 500
 
 
-def test_fields_control_reuse(make_llm: Callable[..., CacheCraftLLM]) -> None:
-    engine = CacheCraftEngine(make("llama"), byte_level(), EngineConfig(recompute=RecomputeConfig(ratio=0.3)))
-    engine.warm([passage(1)])
-    prompt = f"{passage(1)} Why?"
-
-    def stats(llm: CacheCraftLLM, **options: Any) -> dict[str, Any]:
-        return llm.complete(prompt, **options).raw["cachecraft"]
-
-    assert stats(make_llm(engine=engine))["ratio"] == 0.3
-    assert stats(make_llm(engine=engine, recompute_ratio=0.5))["ratio"] == 0.5
-    llm = make_llm(engine=engine, policy="chunk_start", recompute_ratio=0.0)
-    assert (stats(llm)["policy"], stats(llm)["recomputed_tokens"]) == ("chunk_start", 0)
-    assert stats(llm, policy="random", recompute_ratio=0.9)["recomputed_tokens"] > 0
-    assert stats(make_llm(engine=engine, reuse=False))["fallback_reason"] == "reuse=False"
-    assert stats(llm, reuse=False)["reused_tokens"] == 0
-
-
-def test_wrong_fields_are_refused_by_name(make_llm: Callable[..., CacheCraftLLM]) -> None:
-    engine = make_llm().engine
-    for fields, message in [
-        ({}, "model: give exactly one of"),
-        ({"model": "a", "engine": engine}, "model: give exactly one of"),
-        ({"hf_model": engine.model}, "tokenizer: give hf_model and tokenizer together"),
-        ({"model": "a", "tokenizer": engine.tokenizer}, "tokenizer: give hf_model and tokenizer together"),
-        ({"engine": engine, "dtype": "float32"}, "dtype: 'float32' has no effect"),
-        ({"engine": engine, "context_window": 99}, "context_window: 99, but the given engine has None"),
-        ({"model": "a", "temprature": 0.5}, "temprature"),
-        ({"model": "a", "temperature": -0.5}, "temperature"),
-        ({"model": "a", "recompute_ratio": 1.5}, "recompute_ratio"),
-        ({"model": "a", "policy": "best"}, "policy"),
-        ({"model": "a", "stop": [""]}, "stop"),
-        ({"model": "a", "namespace": ""}, "namespace"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            CacheCraftLLM(**fields)
-
-
-def test_a_model_that_does_not_exist_is_refused_at_the_first_use(tmp_path: Any) -> None:
-    llm = CacheCraftLLM(model=str(tmp_path / "nothing"))
-    with pytest.raises(ValueError, match="does not exist"):
-        llm.complete("Hello")
-
-
-def test_one_stop_text_may_be_a_string() -> None:
-    assert CacheCraftLLM(model="a", stop="\n").stop == ["\n"]
-    assert CacheCraftLLM(model="a", stop=None).stop == []
-
-
 def test_it_is_an_llm_of_its_own_class() -> None:
     bases = [base.__name__ for base in CacheCraftLLM.__mro__]
     assert "BaseLLM" in bases
     assert "CustomLLM" not in bases
     assert CacheCraftLLM.class_name() == "CacheCraftLLM"
-
-
-def test_llama_index_counts_tokens_as_the_engine_does(llm: CacheCraftLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_index.core.global_tokenizer", None)
-    counter = TokenCountingHandler()
-    llm.callback_manager = CallbackManager([counter])
-    usage = llm.chat([ChatMessage(content=QUESTION)]).raw["usage"]
-    list(llm.stream_chat([ChatMessage(content=QUESTION)]))
-    assert counter.prompt_llm_token_count == 2 * usage["prompt_tokens"]
-    assert counter.completion_llm_token_count == 2 * usage["completion_tokens"]
-
-    Settings.tokenizer = llm.tokenize
-    assert len(Settings.tokenizer(passage(1))) == len(llm.engine.prompts.encode_chunk(passage(1)))

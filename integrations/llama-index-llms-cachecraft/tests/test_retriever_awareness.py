@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex, get_response_synthesizer
-from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.instrumentation import get_dispatcher
@@ -16,35 +15,18 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode
-from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.tools import RetrieverTool
 
 from cachecraft_rag.prompt import EncodedPrompt
 from llama_index.llms.cachecraft import CacheCraftLLM, CacheCraftSpanHandler
-from tests.conftest import passage
 
 Stats = list[dict[str, Any]]
 
-TEXTS = tuple(f"\n{number}. TERM.\n\n{passage(number)}\n\t(a) “Notice” {{x}};\n" for number in range(3))
+NUM_CHUNKS = 3  # of the fixture ``retriever``
 
 
-class ListRetriever(BaseRetriever):
-    """Returns the same nodes for every query."""
-
-    def __init__(self, nodes: list[TextNode]) -> None:
-        super().__init__()
-        self.nodes = nodes
-
-    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return [NodeWithScore(node=node, score=1.0) for node in self.nodes]
-
-
-@pytest.fixture
-def retriever() -> ListRetriever:
-    return ListRetriever([TextNode(text=text, metadata={"page_label": str(i)}) for i, text in enumerate(TEXTS)])
-
-
-def assert_reused(first: Stats, second: Stats, num_chunks: int = len(TEXTS)) -> None:
+def assert_reused(first: Stats, second: Stats, num_chunks: int = NUM_CHUNKS) -> None:
     """Every chunk of the first round was new, and every one of the second came from the store."""
     assert sum(stats["chunk_hits"] + stats["chunk_misses"] for stats in first) >= num_chunks
     assert sum(stats["chunk_misses"] for stats in first) == num_chunks
@@ -79,7 +61,7 @@ def test_a_query_engine_reuses_every_chunk(
     has_template: bool,
     make_llm: Callable[..., CacheCraftLLM],
     record: Callable[[CacheCraftLLM], list[EncodedPrompt]],
-    retriever: ListRetriever,
+    retriever: Any,
     log: Any,
 ) -> None:
     llm = make_llm(chat_template=has_template)
@@ -95,7 +77,7 @@ def test_a_query_engine_reuses_every_chunk(
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 async def test_an_async_query_engine_reuses_every_chunk(
-    mode: ResponseMode, llm: CacheCraftLLM, retriever: ListRetriever, log: Any
+    mode: ResponseMode, llm: CacheCraftLLM, retriever: Any, log: Any
 ) -> None:
     engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode=mode)
     await engine.aquery("What ends first?")
@@ -105,9 +87,7 @@ async def test_an_async_query_engine_reuses_every_chunk(
     assert_reused(first, log.take_stats())
 
 
-async def test_streaming_query_engines_reuse_every_chunk(
-    llm: CacheCraftLLM, retriever: ListRetriever, log: Any
-) -> None:
+async def test_streaming_query_engines_reuse_every_chunk(llm: CacheCraftLLM, retriever: Any, log: Any) -> None:
     engine = RetrieverQueryEngine.from_args(retriever, llm=llm, streaming=True)
     response = engine.query("What ends first?")
     assert isinstance(response, StreamingResponse)
@@ -121,7 +101,7 @@ async def test_streaming_query_engines_reuse_every_chunk(
 
 @pytest.mark.parametrize("kind", [ContextChatEngine, CondensePlusContextChatEngine], ids=lambda kind: kind.__name__)
 def test_a_chat_engine_reuses_every_chunk(
-    kind: Any, llm: CacheCraftLLM, read: list[EncodedPrompt], retriever: ListRetriever, log: Any
+    kind: Any, llm: CacheCraftLLM, read: list[EncodedPrompt], retriever: Any, log: Any
 ) -> None:
     engine = kind.from_defaults(retriever, llm=llm)
     engine.chat("What ends first?")
@@ -134,7 +114,7 @@ def test_a_chat_engine_reuses_every_chunk(
 
 @pytest.mark.parametrize("kind", [ContextChatEngine, CondensePlusContextChatEngine], ids=lambda kind: kind.__name__)
 async def test_async_and_streaming_chat_engines_reuse_every_chunk(
-    kind: Any, llm: CacheCraftLLM, retriever: ListRetriever, log: Any
+    kind: Any, llm: CacheCraftLLM, retriever: Any, log: Any
 ) -> None:
     engine = kind.from_defaults(retriever, llm=llm)
     await engine.achat("What ends first?")
@@ -148,7 +128,7 @@ async def test_async_and_streaming_chat_engines_reuse_every_chunk(
 
 
 def test_a_citation_query_engine_reuses_chunks_whatever_number_they_get(
-    llm: CacheCraftLLM, read: list[EncodedPrompt], retriever: ListRetriever, log: Any
+    llm: CacheCraftLLM, read: list[EncodedPrompt], retriever: Any, log: Any
 ) -> None:
     engine = CitationQueryEngine(retriever, llm=llm)
     engine.query("What ends first?")
@@ -161,36 +141,35 @@ def test_a_citation_query_engine_reuses_chunks_whatever_number_they_get(
 
 
 def test_nodes_that_citation_splits_are_reused_piece_by_piece(
-    llm: CacheCraftLLM, read: list[EncodedPrompt], retriever: ListRetriever, log: Any
+    llm: CacheCraftLLM, read: list[EncodedPrompt], retriever: Any, log: Any
 ) -> None:
     engine = CitationQueryEngine(retriever, llm=llm, citation_chunk_size=60, citation_chunk_overlap=0)
     engine.query("What ends first?")
     first = log.take_stats()
     engine.query("Who signs?")
     num_pieces = first[0]["chunk_misses"]
-    assert num_pieces > len(TEXTS)
+    assert num_pieces > NUM_CHUNKS
     assert_reused(first, log.take_stats(), num_pieces)
     assert_read_as_written(llm, read)
 
 
 async def test_nodes_that_a_postprocessor_rewrites_are_reused(
-    llm: CacheCraftLLM, read: list[EncodedPrompt], log: Any
+    llm: CacheCraftLLM, read: list[EncodedPrompt], retriever: Any, make_retriever: Callable[..., Any], log: Any
 ) -> None:
-    sentences = [TextNode(text=text[:90], metadata={"window": text}) for text in TEXTS]
+    windows = [node.text for node in retriever.nodes]
+    sentences = [TextNode(text=window[:90], metadata={"window": window}) for window in windows]
     for sentence in sentences:
         sentence.excluded_llm_metadata_keys = ["window"]
     replace = MetadataReplacementPostProcessor(target_metadata_key="window")
-    engine = RetrieverQueryEngine.from_args(ListRetriever(sentences), llm=llm, node_postprocessors=[replace])
+    engine = RetrieverQueryEngine.from_args(make_retriever(sentences), llm=llm, node_postprocessors=[replace])
     engine.query("What ends first?")
     first = log.take_stats()
     await engine.aquery("Who signs?")
     assert_reused(first, log.take_stats())
-    assert [span.text for span in read[-1].spans] == [text.strip() for text in TEXTS]
+    assert [span.text for span in read[-1].spans] == [window.strip() for window in windows]
 
 
-async def test_a_synthesizer_by_itself_makes_its_nodes_known(
-    llm: CacheCraftLLM, retriever: ListRetriever, log: Any
-) -> None:
+async def test_a_synthesizer_by_itself_makes_its_nodes_known(llm: CacheCraftLLM, retriever: Any, log: Any) -> None:
     nodes = [NodeWithScore(node=node, score=1.0) for node in retriever.nodes]
     synthesizer = get_response_synthesizer(llm=llm)
     synthesizer.synthesize("What ends first?", nodes)
@@ -200,7 +179,7 @@ async def test_a_synthesizer_by_itself_makes_its_nodes_known(
 
 
 def test_changed_metadata_does_not_cost_a_chunk(
-    llm: CacheCraftLLM, read: list[EncodedPrompt], retriever: ListRetriever, log: Any
+    llm: CacheCraftLLM, read: list[EncodedPrompt], retriever: Any, log: Any
 ) -> None:
     engine = RetrieverQueryEngine.from_args(retriever, llm=llm)
     engine.query("What ends first?")
@@ -212,9 +191,7 @@ def test_changed_metadata_does_not_cost_a_chunk(
     assert_reused(first, log.take_stats())
 
 
-def test_a_prompt_built_by_hand_from_a_retriever_reuses_every_chunk(
-    llm: CacheCraftLLM, retriever: ListRetriever
-) -> None:
+def test_a_prompt_built_by_hand_from_a_retriever_reuses_every_chunk(llm: CacheCraftLLM, retriever: Any) -> None:
     def ask(question: str) -> dict[str, Any]:
         passages = "\n###\n".join(found.node.get_content() for found in retriever.retrieve(question))
         return llm.chat([ChatMessage(content=f"{passages}\n{question}")]).raw["cachecraft"]
@@ -223,7 +200,7 @@ def test_a_prompt_built_by_hand_from_a_retriever_reuses_every_chunk(
     assert ask("How?")["chunk_hits"] == 3
 
 
-async def test_the_output_of_a_retriever_tool_is_reused(llm: CacheCraftLLM, retriever: ListRetriever) -> None:
+async def test_the_output_of_a_retriever_tool_is_reused(llm: CacheCraftLLM, retriever: Any) -> None:
     tool = RetrieverTool.from_defaults(retriever)
 
     async def ask(question: str) -> dict[str, Any]:
@@ -235,12 +212,14 @@ async def test_the_output_of_a_retriever_tool_is_reused(llm: CacheCraftLLM, retr
     assert (await ask("How?"))["chunk_hits"] == 3
 
 
-def test_the_settings_object_is_all_that_changes(llm: CacheCraftLLM, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_object_is_all_that_changes(
+    llm: CacheCraftLLM, retriever: Any, log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("_llm", "_embed_model", "_prompt_helper"):
         monkeypatch.setattr(Settings, name, None)
     Settings.llm = llm
     Settings.embed_model = MockEmbedding(embed_dim=8)
-    index = VectorStoreIndex.from_documents([Document(text=text) for text in TEXTS])
+    index = VectorStoreIndex.from_documents([Document(text=node.text) for node in retriever.nodes])
     engine = index.as_query_engine(similarity_top_k=3)
     assert str(engine.query("What ends first?"))
     first = log.take_stats()
@@ -248,20 +227,8 @@ def test_the_settings_object_is_all_that_changes(llm: CacheCraftLLM, log: Any, m
     assert_reused(first, log.take_stats())
 
 
-def test_answers_with_everything_recomputed_equal_those_without_reuse(
-    make_llm: Callable[..., CacheCraftLLM], retriever: ListRetriever
-) -> None:
-    engine = make_llm().engine
-    answers = []
-    for fields in ({"reuse": False}, {"recompute_ratio": 1.0}, {"recompute_ratio": 1.0}):
-        query_engine = RetrieverQueryEngine.from_args(retriever, llm=make_llm(engine=engine, **fields))
-        answers.append(str(query_engine.query("What ends first?")))
-    assert answers[0]
-    assert len(set(answers)) == 1
-
-
 def test_without_auto_register_nothing_is_recognised(
-    make_llm: Callable[..., CacheCraftLLM], retriever: ListRetriever, log: Any
+    make_llm: Callable[..., CacheCraftLLM], retriever: Any, log: Any
 ) -> None:
     engine = RetrieverQueryEngine.from_args(retriever, llm=make_llm(auto_register=False))
     engine.query("What ends first?")
@@ -269,13 +236,11 @@ def test_without_auto_register_nothing_is_recognised(
     assert {stats["fallback_reason"] for stats in log.take_stats()} == {"no known chunk in the prompt"}
 
 
-def test_chunks_seen_before_the_model_is_loaded_are_recognised_afterwards(
-    tiny_folder: str, retriever: ListRetriever
-) -> None:
+def test_chunks_seen_before_the_model_is_loaded_are_recognised_afterwards(tiny_folder: str, retriever: Any) -> None:
     llm = CacheCraftLLM(model=tiny_folder, max_new_tokens=2)
     retriever.retrieve("What ends first?")
     assert not llm.is_loaded
-    assert llm.complete(f"{TEXTS[0]}\nWhy?").raw["cachecraft"]["chunk_misses"] == 1
+    assert llm.complete(f"{retriever.nodes[0].text}\nWhy?").raw["cachecraft"]["chunk_misses"] == 1
     llm.close()
 
 
@@ -288,9 +253,9 @@ def test_the_span_handler_is_installed_once(make_llm: Callable[..., CacheCraftLL
 
 
 def test_a_failure_to_register_is_logged_and_the_query_goes_on(
-    llm: CacheCraftLLM, retriever: ListRetriever, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    llm: CacheCraftLLM, retriever: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(texts: Any, namespace: str) -> int:
+    def broken(*arguments: Any) -> int:
         raise RuntimeError("registry is broken")
 
     monkeypatch.setattr(llm.engine, "register", broken)

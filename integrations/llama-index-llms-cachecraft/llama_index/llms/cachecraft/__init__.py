@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from llama_index.llms.cachecraft.base import CacheCraftLLM
-from llama_index.llms.cachecraft.instrumentation import CacheCraftSpanHandler
+from llama_index.llms.cachecraft.ingestion import CacheCraftWarmer
+from llama_index.llms.cachecraft.instrumentation import CacheCraftPrefillEvent, CacheCraftSpanHandler
 from llama_index.llms.cachecraft.node_parser import CacheAlignedNodeParser
+from llama_index.llms.cachecraft.postprocessor import CacheCraftPostprocessor
+from llama_index.llms.cachecraft.prompt_helper import ChunkAlignedPromptHelper
 
-__all__ = ["CacheAlignedNodeParser", "CacheCraftLLM", "CacheCraftSpanHandler"]
+__all__ = [
+    "CacheAlignedNodeParser",
+    "CacheCraftLLM",
+    "CacheCraftPostprocessor",
+    "CacheCraftPrefillEvent",
+    "CacheCraftSpanHandler",
+    "CacheCraftWarmer",
+    "ChunkAlignedPromptHelper",
+]

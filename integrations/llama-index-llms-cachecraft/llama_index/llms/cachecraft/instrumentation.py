@@ -4,28 +4,49 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 import threading
 from collections.abc import Iterable
 from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]  # not in an __all__
+from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.span import BaseSpan
 from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.response_synthesizers import BaseSynthesizer
-from llama_index.core.schema import MetadataMode
 
-from cachecraft_rag import ChunkFeed
+from cachecraft_rag import ChunkFeed, RequestStats
+from llama_index.llms.cachecraft.nodes import chunk_text
 
 logger = logging.getLogger(__name__)
 
-# CitationQueryEngine numbers its nodes inside their text, so the label depends on the rank and not on the chunk.
-_CITATION_LABEL = re.compile(r"\ASource \d+:\s*\n")
+_dispatcher = get_dispatcher("llama_index.llms.cachecraft")
 _install_lock = threading.Lock()
 
 CHUNKS = ChunkFeed()
 """Every chunk text that passes through LlamaIndex in this process, for the engines of the LLMs that want them."""
+
+
+class CacheCraftPrefillEvent(BaseEvent):
+    """What one prompt cost; sent once per answer, before the LLM's own end event and with the same span.
+
+    Attributes:
+        model: Name of the model.
+        stats: The fields of ``RequestStats``.
+    """
+
+    model: str
+    stats: dict[str, Any]
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in LlamaIndex's serialisation."""
+        return "CacheCraftPrefillEvent"
+
+
+def report(model: str, stats: RequestStats, span_id: str | None) -> None:
+    """Send the statistics of a request to whoever listens."""
+    _dispatcher.event(CacheCraftPrefillEvent(model=model, stats=stats.model_dump(mode="json"), span_id=span_id))
 
 
 class CacheCraftSpanHandler(BaseSpanHandler[BaseSpan]):
@@ -87,11 +108,6 @@ def install() -> None:
 def _register(nodes: Iterable[Any] | None) -> None:
     """Register nodes; the dispatcher drops exceptions without a word, so they are logged here."""
     try:
-        CHUNKS.add(_chunk_text(node) for node in nodes or ())
+        CHUNKS.add(chunk_text(node) for node in nodes or ())
     except Exception:
         logger.exception("chunks could not be registered; prompts that hold them are prefilled in full")
-
-
-def _chunk_text(node: Any) -> str:
-    content = getattr(node, "node", node).get_content(metadata_mode=MetadataMode.NONE)
-    return _CITATION_LABEL.sub("", content, count=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from llama_index.core.base.llms.types import ToolCallBlock
 from llama_index.core.llms import ChatMessage, TextBlock
 
 from cachecraft_rag import RagPrompt
@@ -12,12 +13,16 @@ from cachecraft_rag import RagPrompt
 # Roles that templates don't know, and those that mean the same.
 _ROLES = {"developer": "system", "chatbot": "assistant", "model": "assistant", "function": "tool"}
 # Blocks that are no part of what the model reads.
-_SILENT_BLOCKS = ("cache", "thinking")
+_SILENT_BLOCKS = ("cache", "thinking", "tool_call")
 _TOOL_FIELDS = ("name", "tool_call_id")
 
 
-def to_prompt(messages: Sequence[ChatMessage]) -> RagPrompt:
+def to_prompt(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] | None = None) -> RagPrompt:
     """The prompt of a chat. A text block in front of a cache point is a chunk; others are found by their text.
+
+    Args:
+        messages: The chat.
+        tools: Descriptions of the tools that the model may call.
 
     Raises:
         ValueError: A message holds something other than text.
@@ -28,7 +33,7 @@ def to_prompt(messages: Sequence[ChatMessage]) -> RagPrompt:
         for block, following in zip(message.blocks, message.blocks[1:], strict=False)
         if isinstance(block, TextBlock) and _kind(following) == "cache" and block.text.strip()
     ]
-    return RagPrompt.from_messages([_to_dict(index, message) for index, message in enumerate(messages)], chunks)
+    return RagPrompt.from_messages([_to_dict(index, message) for index, message in enumerate(messages)], chunks, tools)
 
 
 def check_text_only(messages: Sequence[ChatMessage]) -> None:
@@ -48,7 +53,21 @@ def _to_dict(index: int, message: ChatMessage) -> dict[str, Any]:
         "role": role,
         "content": _text(index, message),
         **{name: given[name] for name in _TOOL_FIELDS if name in given},
+        **({"tool_calls": calls} if (calls := _tool_calls(message)) else {}),
     }
+
+
+def _tool_calls(message: ChatMessage) -> list[dict[str, Any]]:
+    """The calls that a message of the model holds, with their arguments as templates want them: not as text."""
+    return [
+        {
+            "id": block.tool_call_id or "",
+            "type": "function",
+            "function": {"name": block.tool_name, "arguments": block.tool_kwargs},
+        }
+        for block in message.blocks
+        if isinstance(block, ToolCallBlock)
+    ]
 
 
 def _text(index: int, message: ChatMessage) -> str:

@@ -121,7 +121,7 @@ class CacheAlignedNodeParser(TextSplitter):
                 node.excluded_llm_metadata_keys = [*node.excluded_llm_metadata_keys, TOKENS_KEY]
                 node.excluded_embed_metadata_keys = [*node.excluded_embed_metadata_keys, TOKENS_KEY]
                 parsed.append(node)
-            CHUNKS.add(texts)
+            CHUNKS.add(texts, document.node_id)
         return parsed
 
     def _postprocess_parsed_nodes(self, nodes: list[BaseNode], parent_doc_map: dict[str, Document]) -> list[BaseNode]:
