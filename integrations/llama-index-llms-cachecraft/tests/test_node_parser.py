@@ -137,6 +137,13 @@ def test_chunks_of_parsed_documents_are_recognised_in_prompts(
     assert stats["chunk_misses"] == 2
 
 
+def test_a_parsed_document_can_be_forgotten_by_its_id(llm: CacheCraftLLM, parser: CacheAlignedNodeParser) -> None:
+    assert llm.engine.invalidate(document_ids=["contract"]) == 0
+    text = parse(parser)[2].text
+    assert llm.complete(f"{text}\nWhy?").raw["cachecraft"]["chunk_misses"] == 1
+    assert llm.engine.invalidate(document_ids=["contract"]) == 1
+
+
 def test_it_takes_the_tokenizer_of_an_llm(
     make_llm: Callable[..., CacheCraftLLM], tiny_folder: str, parser: CacheAlignedNodeParser
 ) -> None:
