@@ -303,3 +303,12 @@ def test_the_disk_holds_what_its_codec_says(tmp_path: Path) -> None:
 def test_a_useless_setting_is_refused(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(tmp_path)
+
+
+def test_statistics_show_a_row_for_every_tier() -> None:
+    store = TieredStore([memory(2, "hot"), memory(2, "<warm>")])
+    store.put(key("a"), entry())
+    html = store.stats()._repr_html_()
+    assert html.count("<tr>") == 4  # head, two tiers, the whole
+    assert "<td>hot</td><td>1</td>" in html
+    assert "&lt;warm&gt;" in html

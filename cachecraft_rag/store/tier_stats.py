@@ -7,6 +7,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Sequence
+from html import escape
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -78,6 +79,26 @@ class TierStats(BaseModel):
     def mean_hit_tokens(self) -> float:
         """Tokens that a look-up saves on average when it finds its entry."""
         return self.hit_tokens / self.hits if self.hits else 0.0
+
+    def _repr_html_(self) -> str:
+        columns = (
+            "name",
+            "entries",
+            "bytes",
+            "capacity",
+            "hits",
+            "misses",
+            "evictions",
+            "demotions",
+            "corrupt",
+            "errors",
+        )
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{escape(str(getattr(tier, column)))}</td>' for column in columns)}</tr>"
+            for tier in (*self.tiers, self)
+        )
+        head = "".join(f"<th>{column}</th>" for column in columns)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
     def over(self, tiers: Sequence[TierStats]) -> TierStats:
         """These figures of a whole, with those of the tiers inside and what was loaded from them."""
