@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,6 +13,7 @@ from tqdm.auto import tqdm
 from cachecraft_rag.attention_record import ChunkRecorder
 from cachecraft_rag.chunk_kv import ChunkKV, LayeredKV
 from cachecraft_rag.config import EngineConfig, RecomputeConfig
+from cachecraft_rag.document_texts import DocumentTexts
 from cachecraft_rag.encoder import ChunkEncoder
 from cachecraft_rag.history import AnswerHistory
 from cachecraft_rag.keys import ChunkKey, KeyMaker, context_hash, tokenizer_fingerprint
@@ -23,50 +23,12 @@ from cachecraft_rag.plan import Action, RequestPlan
 from cachecraft_rag.prompt import EncodedPrompt, PromptEncoder
 from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.registry import ChunkRegistry
+from cachecraft_rag.request_chunk import RequestChunk
 from cachecraft_rag.single_flight import SingleFlight
 from cachecraft_rag.store import ChunkStore
 from cachecraft_rag.variant_choice import Variants
-from cachecraft_rag.variants import Prefix
 
 _NEUTRAL_PASSAGE = "The following passages were collected from several sources. " * 6
-
-
-@dataclass(eq=False)
-class RequestChunk:
-    """A chunk of a request.
-
-    Attributes:
-        token_ids: Its ids.
-        exact_key: Key of its KV behind exactly the tokens that precede it in this request.
-        key: Key of the entry that is used: the exact one, or the one behind the canonical prefix.
-        chunk_kv: The KV that is used, perhaps still to be read; ``None`` until it is found or computed.
-        tier: Name of the tier it was found in; ``None`` when it was not stored.
-        is_declined: Whether it was left there because computing it is quicker.
-        preceding: ``ChunkKey.chunk`` of the chunks before it.
-        cfo: Share of its tokens to recompute, where variants are chosen by it.
-    """
-
-    token_ids: tuple[int, ...]
-    exact_key: ChunkKey
-    key: ChunkKey
-    chunk_kv: LayeredKV | None = None
-    tier: str | None = None
-    is_declined: bool = False
-    preceding: tuple[str, ...] = ()
-    cfo: float | None = None
-
-    @property
-    def prefix(self) -> Prefix:
-        """What stands before it."""
-        return Prefix(self.preceding, self.exact_key.context)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the KV that is used, to the last bit, is what the tokens before it here would give."""
-        if self.key != self.exact_key or self.chunk_kv is None:
-            return self.key == self.exact_key
-        variant = self.chunk_kv.variant
-        return not self.chunk_kv.is_lossy and (variant is None or variant.is_exact)
 
 
 class ChunkLibrary:
@@ -98,7 +60,7 @@ class ChunkLibrary:
         self.history = AnswerHistory()
         self._adapter, self._state, self._prompts, self._config = adapter, state, prompts, config
         self._tokenizer_fingerprint = tokenizer_fingerprint(prompts.tokenizer)
-        self._document_texts: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        self._document_texts = DocumentTexts(config.max_chunks)
         self._variants = Variants(store, config.max_chunks)
         self._flight: SingleFlight[ChunkKey, ChunkKV] = SingleFlight()
         self._fingerprint = ""
@@ -107,8 +69,7 @@ class ChunkLibrary:
     def register(self, texts: Sequence[str], namespace: str, document_id: str | None = None) -> int:
         """Look for these texts, perhaps of a document, in later prompts of the namespace; returns how many are new."""
         if document_id is not None:
-            self._document_texts[namespace, document_id].update(texts)
-            self.store.documents.add(namespace, document_id, self._chunks(texts, namespace))
+            self._document_texts.add(texts, namespace, document_id)
         return self.registry.register(texts, namespace)
 
     def warm(self, texts: Sequence[str], namespace: str, show_progress: bool, static: bool) -> int:
@@ -118,6 +79,7 @@ class ChunkLibrary:
         for text in tqdm(texts, desc="chunks", unit="chunk", disable=not show_progress):
             token_ids = self._prompts.encode_chunk(text.strip())
             key = keys.key(token_ids, encoder.context)
+            self._link(text, key)
             if token_ids and not self.store.contains(key):
                 computed += self._keep(key, encoder.encode(token_ids, with_sensitivity=True), static)
         return computed
@@ -131,8 +93,9 @@ class ChunkLibrary:
         """Forget texts and documents, and drop their KV and what carries traces of it; returns how many entries."""
         chunks = set(self._chunks(texts, namespace))
         for document_id in document_ids:
-            texts = [*texts, *self._document_texts.pop((namespace, document_id), ())]
-            chunks |= self.store.documents.chunks(namespace, document_id)
+            unlinked = self._document_texts.take(namespace, document_id)
+            texts = [*texts, *unlinked]
+            chunks |= self.store.documents.chunks(namespace, document_id).union(self._chunks(unlinked, namespace))
             self.store.documents.remove(namespace, document_id)
         self.registry.forget(texts, namespace)
         self.history.forget(namespace, chunks)
@@ -141,8 +104,7 @@ class ChunkLibrary:
 
     def clear(self, namespace: str) -> int:
         """Forget everything in a namespace; returns how many entries were dropped."""
-        for name in [name for name in self._document_texts if name[0] == namespace]:
-            del self._document_texts[name]
+        self._document_texts.clear(namespace)
         self.registry.clear(namespace)
         self.history.clear(namespace)
         return self.store.clear(namespace)
@@ -171,11 +133,17 @@ class ChunkLibrary:
             preceding = tuple(chunk.exact_key.chunk for chunk in chunks)
             cfo = None if alpha is None else 1.0  # of what is not found
             chunks.append(RequestChunk(ids, exact_key, canonical_key, preceding=preceding, cfo=cfo))
+            self._link(span.text, exact_key)
         find = partial(self._find if lazily else self._load, alpha)
         readers = self.store.readers if lazily else None
         # Slow tiers are asked for several chunks at the same time.
         list(map(find, chunks) if readers is None else readers.map(find, chunks))
         return chunks
+
+    def _link(self, text: str, key: ChunkKey) -> None:
+        """Note the documents of a text that is used, where every process that shares the store finds them."""
+        for document in self._document_texts.to_link(text, key.namespace):
+            self.store.documents.add(key.namespace, document, [key.chunk])
 
     def _usable(self, chunk: RequestChunk, alpha: float | None) -> Iterable[tuple[ChunkKey, float | None]]:
         """Keys of the entries that would do for a chunk, the best first, and their CFO."""

@@ -16,12 +16,12 @@ from cachecraft_rag.config import RecomputeConfig, SamplingConfig
 from cachecraft_rag.decode import NextLogits
 from cachecraft_rag.deviation import DeviationModel
 from cachecraft_rag.history import AnswerHistory, AnswerWatch
-from cachecraft_rag.library import RequestChunk
 from cachecraft_rag.plan import Action, RequestPlan
 from cachecraft_rag.prefill import PrefillResult
 from cachecraft_rag.prompt import EncodedPrompt
 from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.quality import Goal
+from cachecraft_rag.request_chunk import RequestChunk
 from cachecraft_rag.stats import RequestStats
 
 

@@ -31,7 +31,7 @@ LAYERS = (
     ("keys", "cfo", "variants", "deviation", "calibration"),
     ("rope", "attention", "attention_record", "history"),
     ("chunk_kv", "prompt_kv"),
-    ("registry", "segment_tokenizer"),
+    ("registry", "document_texts", "segment_tokenizer"),
     ("chat_template",),
     ("prompt", "detokenizer"),
     ("splitting",),
@@ -43,7 +43,7 @@ LAYERS = (
     ("prefill", "sampling"),
     ("decode", "encoder"),
     ("store",),
-    ("assembly", "variant_choice"),
+    ("assembly", "variant_choice", "request_chunk"),
     ("library", "result"),
     ("request",),
     ("answer", "full_prefill", "intake"),
@@ -57,7 +57,7 @@ LAYERS = (
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 STORE_MAY_IMPORT = {"store", "errors", "config", "keys", "chunk_kv", "stats", "variants"}
-WITHOUT_TORCH = {"cfo", "plan", "registry", "splitting", "variants"}
+WITHOUT_TORCH = {"cfo", "plan", "registry", "splitting", "variants", "document_texts"}
 TRANSFORMERS_INTERNALS = (
     "transformers.cache_utils",
     "transformers.integrations",

@@ -1,0 +1,43 @@
+"""Texts of documents that are not linked yet."""
+
+from __future__ import annotations
+
+from cachecraft_rag.document_texts import DocumentTexts
+
+
+def test_a_text_is_to_be_linked_once_with_each_of_its_documents() -> None:
+    texts = DocumentTexts(10)
+    texts.add([" clause one "], "us", "lease.pdf")
+    texts.add(["clause one"], "us", "letter.pdf")
+    assert texts.to_link("clause one", "us") == ["lease.pdf", "letter.pdf"]
+    assert texts.to_link("clause one", "us") == []
+    texts.add(["clause one"], "us", "lease.pdf")
+    assert texts.to_link("clause one", "us") == []
+    assert texts.to_link("clause one", "them") == []
+
+
+def test_taking_a_document_gives_its_texts_and_forgets_them() -> None:
+    texts = DocumentTexts(10)
+    texts.add(["a", "b"], "us", "lease.pdf")
+    texts.add(["c"], "us", "letter.pdf")
+    texts.add(["a"], "them", "lease.pdf")
+    assert sorted(texts.take("us", "lease.pdf")) == ["a", "b"]
+    assert texts.take("us", "lease.pdf") == []
+    assert texts.to_link("c", "us") == ["letter.pdf"]
+    assert texts.to_link("a", "them") == ["lease.pdf"]
+
+
+def test_the_longest_registered_text_goes_first_when_there_are_too_many() -> None:
+    texts = DocumentTexts(2)
+    texts.add(["a", "b"], "us", "lease.pdf")
+    texts.add(["a", "c"], "us", "lease.pdf")
+    assert sorted(texts.take("us", "lease.pdf")) == ["a", "c"]
+
+
+def test_clearing_a_namespace_leaves_others() -> None:
+    texts = DocumentTexts(10)
+    for namespace in ("us", "them"):
+        texts.add(["a"], namespace, "lease.pdf")
+    texts.clear("us")
+    assert texts.to_link("a", "us") == []
+    assert texts.to_link("a", "them") == ["lease.pdf"]
