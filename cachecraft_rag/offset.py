@@ -93,7 +93,10 @@ class Offset:
         kernel = self._kernel(values, weights)
         inverses = _inverses(kernel[self._learnt], scale)
         changes = [_by_token(changed_keys), _by_token(changed_values)]
-        predicted = self._strength * (kernel @ torch.cat([_trusted(inverses, part) for part in changes], dim=1))
+        coefficients = torch.cat([_trusted(inverses, part) for part in changes], dim=1)
+        if not coefficients.any():
+            return
+        predicted = self._strength * (kernel @ coefficients)
         key_part, value_part = predicted.split(
             [keys.shape[0] * keys.shape[2], values.shape[0] * values.shape[2]], dim=1
         )
@@ -121,7 +124,8 @@ def _by_token(heads: torch.Tensor) -> torch.Tensor:
 def _inverses(covariance: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Inverse of a covariance ``[n, n]`` with each amount of noise added, ``[num_noises, n, n]``."""
     noises = torch.tensor(_NOISES, device=covariance.device)[:, None, None] * scale
-    return torch.cholesky_inverse(torch.linalg.cholesky(covariance + noises * torch.eye(len(covariance)).to(noises)))
+    factors, _ = torch.linalg.cholesky_ex(covariance + noises * torch.eye(len(covariance)).to(noises))
+    return torch.cholesky_inverse(factors)  # no numbers where the KV holds none: then nothing is trusted
 
 
 def _trusted(inverses: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:

@@ -141,6 +141,14 @@ def test_the_least_noise_is_trusted_where_changes_are_foretold_best() -> None:
     assert torch.equal(_trusted(inverses, smooth), inverses[0] @ smooth)
 
 
+def test_kv_that_holds_no_numbers_moves_nothing() -> None:
+    setting = Setting()
+    setting.values[0, 20, 3] = torch.nan
+    keys, values = setting.corrected()
+    assert torch.equal(keys, setting.keys)
+    assert torch.equal(values.isnan(), setting.values.isnan())
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "glm", "qwen3"])
 def test_the_offset_is_off_where_everything_or_nothing_is_recomputed(name: str, make_engine: EngineMaker) -> None:
     engine, prompt = make_engine(name), rag_prompt(1, 2, 3)
