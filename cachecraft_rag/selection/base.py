@@ -8,6 +8,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+SENSITIVITY_EXPONENT = 0.25
+"""How the stored sensitivity, which is a square, weighs on a score."""
+
 
 @dataclass(frozen=True, eq=False)
 class SelectionContext:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cachecraft_rag.selection.base import SelectionContext, per_layer_share, top_candidates
+from cachecraft_rag.selection.base import SENSITIVITY_EXPONENT, SelectionContext, per_layer_share, top_candidates
 
 _WEIGHT = 0.5
 """What earlier answers' attention counts beside the question's: they read the same chunks, for other questions."""
@@ -28,8 +28,8 @@ class History:
         return top_candidates(self.scores(context), context.budget)
 
     def scores(self, context: SelectionContext) -> torch.Tensor:
-        """Each token's part in the attention-weighted root of the sensitivity, mean over layers."""
+        """Each token's part in the attention-weighted fourth root of the sensitivity, mean over layers."""
         attention = per_layer_share(context.question_attention()).cpu()
         if context.history is not None:
             attention = attention + _WEIGHT * context.history / context.history.sum().clamp(min=1.0)
-        return (attention * context.sensitivity.cpu().sqrt()).mean(dim=0)
+        return (attention * context.sensitivity.cpu() ** SENSITIVITY_EXPONENT).mean(dim=0)
