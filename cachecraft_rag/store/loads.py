@@ -32,6 +32,7 @@ class Loads:
         self._num_declined = 0
         # Held weakly: what a request gave up before it was read is nobody's.
         self._under_way: WeakValueDictionary[ChunkKey, LayeredKV] = WeakValueDictionary()
+        self._claimed: set[ChunkKey] = set()
         self._lock = threading.Lock()
 
     def under_way(self, key: ChunkKey) -> LayeredKV | None:
@@ -44,19 +45,29 @@ class Loads:
         with self._lock:
             return self._under_way.setdefault(key, kv)
 
-    def end(self, key: ChunkKey, kv: LayeredKV) -> bool:
-        """Note that an entry has been read; ``False`` when that was noted before, or it was removed since."""
+    def claim(self, key: ChunkKey, kv: LayeredKV) -> bool:
+        """Whether an entry that has been read is for the caller to move: once, and not when it was removed since.
+
+        It stays under way until the caller has moved it and calls ``end``, so that nobody reads it again meanwhile.
+        """
         with self._lock:
-            is_due = self._under_way.get(key) is kv
+            is_due = self._under_way.get(key) is kv and key not in self._claimed
             if is_due:
-                del self._under_way[key]
+                self._claimed.add(key)
             return is_due
 
-    def forget(self, is_meant: Callable[[ChunkKey], bool]) -> None:
-        """Note that entries are removed: whoever reads them may go on, but they don't come back."""
+    def end(self, key: ChunkKey) -> None:
+        """Note that an entry has been moved, or is removed: whoever reads it may go on, but it doesn't come back."""
         with self._lock:
-            for key in [key for key in self._under_way if is_meant(key)]:
-                del self._under_way[key]
+            self._under_way.pop(key, None)
+            self._claimed.discard(key)
+
+    def forget(self, is_meant: Callable[[ChunkKey], bool]) -> None:
+        """``end`` for several entries."""
+        with self._lock:
+            meant = [key for key in self._under_way if is_meant(key)]
+        for key in meant:
+            self.end(key)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """Measure how fast KV is computed."""

@@ -114,8 +114,11 @@ class TieredStore(ChunkStore):
     def settle(self, key: ChunkKey, kv: LayeredKV, tier: str) -> None:
         """Take an entry that was read from a persistent tier into memory, unless it was removed since."""
         with self._moves.moving(key):
-            if self._loads.end(key, kv):
-                self._used(key, kv, self.tiers.number_of(tier))
+            if self._loads.claim(key, kv):
+                try:
+                    self._used(key, kv, self.tiers.number_of(tier))
+                finally:
+                    self._loads.end(key)
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> int:
         """Begin to move entries from persistent tiers to memory; returns how many."""
@@ -145,7 +148,7 @@ class TieredStore(ChunkStore):
         trait = self._traits.put(key, static, cfo)
         entry = Evicted(key, chunk_kv, trait.static, cfo)
         with self._moves.moving(key):
-            self._loads.forget(lambda name: name == key)
+            self._loads.end(key)
             self._behind.cancel(lambda name: name == key)
             holder = self.tiers.put_into_memory(entry, self._fastest(trait))
             is_offered = self._behind.admit_new(entry, trait, holder is not None)
@@ -160,7 +163,7 @@ class TieredStore(ChunkStore):
     def remove(self, key: ChunkKey) -> bool:
         """Drop an entry from every tier; it can't come back from one that it was on its way to."""
         with self._moves.halted(lambda name: name == key):
-            self._loads.forget(lambda name: name == key)
+            self._loads.end(key)
             removed = [tier.remove(key) for tier in self.tiers.memory]
             removed.append(self._behind.cancel(lambda name: name == key) > 0)
             removed += [tier.remove(key) for tier in self.tiers.persistent]
@@ -282,8 +285,9 @@ class TieredStore(ChunkStore):
         self, key: ChunkKey, load: Callable[[ChunkStore], LayeredKV | None], lazily: bool
     ) -> tuple[LayeredKV, int] | None:
         """The entry and the number of its tier, -1 for one that waits for the background thread."""
+        under_way = self._loads.under_way(key) if lazily else None  # before memory, where it may be moved meanwhile
         for number in range(len(self.tiers)):
-            found = self._loads.under_way(key) if lazily and number == self.tiers.num_memory else None
+            found = under_way if number == self.tiers.num_memory else None
             found = self.tiers.load(number, load) if found is None else found
             if found is not None:
                 return found, number
