@@ -47,8 +47,8 @@ def list_entries(
     """
     pattern = None if namespace is None else f"*@{digest('namespace', namespace)}"
     uses = {
-        member.decode(): used_at_ms / 1000
-        for member, used_at_ms in client.call("zscan_iter", index[0], match=pattern, count=_BATCH)
+        member.decode(): used_at_us / 1_000_000
+        for member, used_at_us in client.call("zscan_iter", index[0], match=pattern, count=_BATCH)
     }
     members = iter(uses)
     # A cluster's mget asks the node of each slot.

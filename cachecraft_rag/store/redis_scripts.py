@@ -73,8 +73,9 @@ return found
 """Contexts and metas of a chunk's entries."""
 
 _EXPIRE = """
-local now = redis.call('TIME')
-now = now[1] * 1000 + math.floor(now[2] / 1000)
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local used = clock[1] * 1000000 + clock[2]  -- a millisecond has room for several uses
 local function forget(member)
   redis.call('ZREM', KEYS[1], member)
   redis.call('ZREM', KEYS[2], member)
@@ -110,7 +111,7 @@ while capacity >= 0 and tonumber(redis.call('HGET', KEYS[3], '') or 0) + size > 
     forget(oldest)
   end
 end
-redis.call('ZADD', KEYS[1], now, ARGV[1])
+redis.call('ZADD', KEYS[1], used, ARGV[1])
 if ttl > 0 then redis.call('ZADD', KEYS[2], now + ttl, ARGV[1]) end
 redis.call('HSET', KEYS[3], ARGV[1], size)
 redis.call('HINCRBY', KEYS[3], '', size)
@@ -122,9 +123,9 @@ return victims
 TOUCH = """
 -- keys: uses, until when; args: member, ttl in ms (0: none)
 if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 0 end
-local now = redis.call('TIME')
-now = now[1] * 1000 + math.floor(now[2] / 1000)
-redis.call('ZADD', KEYS[1], 'XX', now, ARGV[1])
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+redis.call('ZADD', KEYS[1], 'XX', clock[1] * 1000000 + clock[2], ARGV[1])
 local ttl = tonumber(ARGV[2])
 if ttl > 0 then redis.call('ZADD', KEYS[2], 'XX', now + ttl, ARGV[1]) end
 return 1
