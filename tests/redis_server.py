@@ -17,13 +17,27 @@ import redis
 _START_S = 20.0
 
 
+_BUS = 10_000  # a cluster's node listens on a second port, so much higher
+
+
 def free_port() -> int:
-    """A port that nobody listens on, with room above it for the second port of a cluster's node."""
+    """A port that is free, as is the second one of a cluster's node.
+
+    Both are below 32,768: above, connections of other programs get their own ports from the system at any moment.
+    """
     while True:
-        port = random.randrange(20_000, 50_000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
+        port = random.randrange(20_000, 22_700)
+        if _is_free(port) and _is_free(port + _BUS):
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 class RedisServer:
