@@ -84,11 +84,6 @@ class Loads:
             self._num_declined += 1
             return self._num_declined % _MEASURED_AGAIN != 0
 
-    @property
-    def compute_tokens_per_s(self) -> float:
-        """How fast KV is computed; 0.0 before the first measurement."""
-        return 1.0 / (self._compute_pace.s_per_token or float("inf"))
-
     def close(self) -> None:
         """Wait for the threads."""
         if self.readers is not None:

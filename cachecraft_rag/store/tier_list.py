@@ -62,6 +62,10 @@ class TierList(Sequence[ChunkStore]):
         """Number of the tier of a name."""
         return [tier.name for tier in self._tiers].index(name)
 
+    def relieve(self) -> int:
+        """Make room in every tier ahead of need; returns the bytes freed."""
+        return sum(tier.relieve() for tier in self._tiers)
+
     def load(self, number: int, load: Callable[[ChunkStore], LayeredKV | None]) -> LayeredKV | None:
         """What ``load`` gets from a tier."""
         tier = self._tiers[number]

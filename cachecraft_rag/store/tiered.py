@@ -247,7 +247,7 @@ class TieredStore(ChunkStore):
 
     def relieve(self) -> int:
         """Make room in every tier ahead of need."""
-        return sum(tier.relieve() for tier in self.tiers)
+        return self.tiers.relieve()
 
     def stats(self) -> TierStats:
         """Figures of the whole, with those of every tier in ``tiers``."""

@@ -26,7 +26,7 @@ class WriteBehind:
 
     def __init__(self, tiers: TierList, traits: Traits, moves: Moves, admit_after: int, max_waiting_bytes: int) -> None:
         self._tiers, self._traits, self._moves, self._admit_after = tiers, traits, moves, admit_after
-        self._writer = BackgroundWriter(self._write, self._relieve, max_waiting_bytes)
+        self._writer = BackgroundWriter(self._write, tiers.relieve, max_waiting_bytes)
 
     def get(self, key: ChunkKey) -> ChunkKV | None:
         """An entry that is on its way."""
@@ -102,7 +102,3 @@ class WriteBehind:
                         self.demote(number, entry)
                 elif replaces or not tier.contains(entry.key):
                     self._tiers.put(number, entry)
-
-    def _relieve(self) -> None:
-        for tier in self._tiers:
-            tier.relieve()
