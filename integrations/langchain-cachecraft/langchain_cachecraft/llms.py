@@ -64,9 +64,7 @@ class CacheCraftLLM(ServedModel, BaseLLM):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=self.stop if stop is None else stop, **kwargs)
-        params["ls_provider"] = PROVIDER
-        params["ls_model_name"] = kwargs.get("model") or self.model
-        return params
+        return self._named(params, kwargs.get("model"))
 
     def _generate(
         self,

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from langchain_core.documents import Document
+from langchain_core.language_models import LangSmithParams
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from typing_extensions import Self
 
 from cachecraft_rag import CacheCraftEngine, EngineConfig, EngineKey, GenerationResult, RagPrompt
 from cachecraft_rag.config import PolicyName, Preset
 from cachecraft_rag.engine_pool import SHARED_ENGINES
+from langchain_cachecraft.answers import PROVIDER
 from langchain_cachecraft.callbacks import RETRIEVED, install
 from langchain_cachecraft.documents import texts_by_document
 from langchain_cachecraft.engine_ids import ENGINE_IDS
@@ -153,6 +155,12 @@ class ServedModel(BaseModel):
         """
         if self.engine is None:
             SHARED_ENGINES.close(self._engine_key(self.model))
+
+    def _named(self, params: LangSmithParams, model: str | None) -> LangSmithParams:
+        """A trace's parameters with our names for provider and model; ``model`` is that of the call."""
+        params["ls_provider"] = PROVIDER
+        params["ls_model_name"] = model or self.model
+        return params
 
     def _identity(self) -> dict[str, Any]:
         """All that decides an answer; LangChain's response cache takes it as part of its key."""
