@@ -39,11 +39,11 @@ from benchmarks.tiers import can_drop_page_cache, drop_page_cache, read_all, red
 from benchmarks.workload import load_workload, machine
 from cachecraft_rag import CacheCraftEngine, EngineConfig, RagPrompt, RecomputeConfig, RequestStats
 from cachecraft_rag.chunk_kv import ChunkKV
-from cachecraft_rag.config import Compression
 from cachecraft_rag.evaluate import bootstrap_mean, kl_divergence, paired_difference, rouge_l, score, top1_agreement
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store import ChunkStore, DiskStore, EntryCodec, MemoryStore, RedisStore
 from cachecraft_rag.store.precision import PRECISIONS
+from cachecraft_rag.store_config import Compression
 
 SYSTEM = "You answer questions about contracts."
 INSTRUCTION = "Answer the question using only the passages. Reply with one complete sentence.\n\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig, StoreConfig
+from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig
 from cachecraft_rag.engine import CacheCraftEngine
 from cachecraft_rag.engine_pool import EngineKey, EnginePool
 from cachecraft_rag.errors import (
@@ -19,6 +19,7 @@ from cachecraft_rag.registry import ChunkRegistry
 from cachecraft_rag.result import AnswerStream, GenerationResult
 from cachecraft_rag.splitting import ChunkSplitter
 from cachecraft_rag.stats import RequestStats
+from cachecraft_rag.store_config import StoreConfig
 from cachecraft_rag.verify import VerifyReport
 
 __all__ = [

@@ -5,7 +5,6 @@ Orchestrates and computes nothing itself. It knows chunks and prompts, and neith
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -13,24 +12,19 @@ from typing import Any
 import torch
 
 from cachecraft_rag.answer import answer
-from cachecraft_rag.assembly import assemble
 from cachecraft_rag.capability import probe
 from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig
-from cachecraft_rag.decode import buffer_decoder, end_of_sequence_ids
-from cachecraft_rag.errors import StoreError
-from cachecraft_rag.full_prefill import full_prefill
+from cachecraft_rag.decode import end_of_sequence_ids
 from cachecraft_rag.intake import Intake
 from cachecraft_rag.library import ChunkLibrary, as_texts
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.model_loader import context_window, load
 from cachecraft_rag.model_state import ModelState
-from cachecraft_rag.plan import make_plan
-from cachecraft_rag.prefill import selective_prefill
+from cachecraft_rag.prefiller import Prefiller
 from cachecraft_rag.prompt import PromptEncoder, RagPrompt
 from cachecraft_rag.quality import Quality
 from cachecraft_rag.request import Request
 from cachecraft_rag.result import AnswerStream, GenerationResult
-from cachecraft_rag.selection import POLICIES
 from cachecraft_rag.store import ChunkStore
 from cachecraft_rag.store.build import open_store
 from cachecraft_rag.verify import VerifyReport, verify
@@ -64,17 +58,17 @@ class CacheCraftEngine:
         self._adapter = ModelAdapter(model)
         self._state = ModelState(model)
         self._capability = probe(self._adapter)
+        self.fallback_reason = self._capability.reason
         store = store if store is not None else open_store(self.config.store, self._adapter.device)
         self.library = ChunkLibrary(self._adapter, self._state, self.prompts, self.config, store)
         self.context_window = self.config.context_window or context_window(self._adapter.config, tokenizer)
         quality = Quality(self.config, self._state)
         self.intake = Intake(self.prompts, self.library, self.config, quality, self.context_window)
-        self.fallback_reason = self._capability.reason
+        self._prefiller = Prefiller(self._adapter, self._state, self._capability, self.library, self.config)
         self._eos_ids = end_of_sequence_ids(model, tokenizer)
-        self._warned: set[str] = set()
         self._is_closed = False
         if self.fallback_reason is not None:
-            self._warn(self.fallback_reason)
+            self._prefiller.warn(self.fallback_reason)
 
     @classmethod
     def from_pretrained(
@@ -195,9 +189,9 @@ class CacheCraftEngine:
         """
         texts, namespace = as_texts(texts), self.intake.namespace(namespace)
         self.library.register(texts, namespace, document_id)
-        reason = self._reason(0)
+        reason = self._prefiller.reason(0)
         if reason is not None:
-            self._warn(reason)
+            self._prefiller.warn(reason)
             return 0
         return self.library.warm(texts, namespace, show_progress, static)
 
@@ -262,20 +256,7 @@ class CacheCraftEngine:
 
     def prefill(self, request: Request, reuse: bool) -> None:
         """Fill in what a request knows before its first token: logits, decoding step, figures."""
-        reason = self._reason(request.capacity) if reuse else "reuse=False"
-        if reason is None and not request.encoded.spans:
-            self._full_prefill(request, "no known chunk in the prompt")
-        elif reason is None:
-            try:
-                refusal = self._reuse(request)
-            except (StoreError, OSError):  # met while a layer was read: load everything first, and what fails is a miss
-                refusal = self._reuse(request, lazily=False)
-            if refusal is not None:
-                self._full_prefill(request, refusal)
-        else:
-            if reuse:
-                self._warn(reason)
-            self._full_prefill(request, reason)
+        self._prefiller.run(request, reuse)
 
     def _answer(self, request: Request, reuse: bool) -> Generator[str, None, GenerationResult]:
         to_text = partial(self.prompts.decode, skip_special_tokens=True)
@@ -283,67 +264,6 @@ class CacheCraftEngine:
             self.prefill(request, reuse)
             text, token_ids, finish_reason = yield from answer(request, to_text, self._eos_ids)
         finally:
-            with request.timed("store_s"):
-                self.library.settle(request.chunks)
-        with request.timed("store_s"):
-            self._keep_what_was_learnt(request)
+            self._prefiller.settle(request)
+        self._prefiller.learn(request)
         return GenerationResult(text, token_ids, request.stats(), finish_reason)
-
-    def _reuse(self, request: Request, lazily: bool = True) -> str | None:
-        """Look up, plan, encode what is missing, place, select, recompute; returns why reuse is refused, if it is."""
-        policy = POLICIES[request.recompute.policy]
-        ratio = {"none": 0.0, "all": 1.0}.get(policy.name, request.recompute.ratio)
-        with request.timed("load_s"):
-            alpha = request.recompute.alpha if policy.name == "inter_attention" else None
-            request.chunks = self.library.look_up(request.encoded, request.namespace, lazily, alpha)
-            request.count_lookups()
-            request.watch_answer(self.library.history, self._adapter.num_layers)
-        with self.store.pinned([chunk.key for chunk in request.chunks]):
-            spans = [(span.start, span.end) for span in request.encoded.spans]
-            stored = [chunk.chunk_kv is not None for chunk in request.chunks]
-            exact = [chunk.is_exact for chunk in request.chunks]
-            cfos = [chunk.cfo for chunk in request.chunks]
-            plan = request.plan = make_plan(request.num_tokens, spans, stored, exact, ratio, cfos)
-            with request.timed("encode_s"):
-                measure = policy.needs_sensitivity and self.config.encode.sensitivity == "inline"
-                num_encoded, num_stored = self.library.encode_missing(plan, request.chunks, with_sensitivity=measure)
-            chunk_kvs = [chunk.chunk_kv for chunk in request.chunks]
-            assert self._capability.rope is not None
-            kv = request.kv = self._adapter.new_kv(request.capacity)
-            assemble(plan, chunk_kvs, self._capability.rope, kv, self.store.readers if lazily else None)
-            token_ids = torch.tensor(request.encoded.token_ids)
-            settings, known = request.recompute, (request.earlier, request.deviation)
-            how = (settings.seed, request.goal, self._capability.rope, settings.offset, *known)
-            prefill = selective_prefill(self._adapter, plan, chunk_kvs, token_ids, kv, policy, *how)
-        request.logits, request.next_logits = prefill.logits, buffer_decoder(self._adapter, kv, request.watch)
-        request.count_prefill(prefill, num_encoded, self._adapter.num_layers)
-        request.figures["load_s"] += kv.fill_s
-        request.figures |= {"policy": policy.name, "stored_tokens": num_stored}
-        return prefill.refusal
-
-    def _full_prefill(self, request: Request, reason: str) -> None:
-        full_prefill(self._adapter, request, reason, in_buffer=self._capability.reason is None)
-
-    def _keep_what_was_learnt(self, request: Request) -> None:
-        """After the answer: measure new chunks' sensitivity, and keep KV that turned out exact."""
-        plan, kv = request.plan, request.kv
-        if plan is None or kv is None:
-            return
-        if plan.chunk_budgets is not None:
-            kept = self.library.keep_variants(plan, request.chunks, kv, request.recorder, request.recompute)
-            request.figures["stored_tokens"] += kept
-        elif plan.ratio >= 1.0 and self.config.keep_exact:
-            request.figures["stored_tokens"] += self.library.keep_exact(plan, request.chunks, kv)
-        if request.watch is not None:
-            request.watch.keep()
-        has_looked = 0.0 < plan.ratio < 1.0 or request.recompute.target is not None
-        if has_looked and POLICIES[request.recompute.policy].needs_sensitivity:
-            self.library.measure_new(request.chunks)
-
-    def _reason(self, num_tokens: int) -> str | None:
-        return self._capability.reason_for(num_tokens) or self._state.intervention()
-
-    def _warn(self, reason: str) -> None:
-        if reason not in self._warned:
-            self._warned.add(reason)
-            warnings.warn(f"prompts are prefilled in full: {reason}", UserWarning, stacklevel=3)

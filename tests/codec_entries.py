@@ -7,8 +7,8 @@ from itertools import product
 import torch
 
 from cachecraft_rag.chunk_kv import ChunkKV
-from cachecraft_rag.config import Compression
 from cachecraft_rag.keys import ChunkKey
+from cachecraft_rag.store_config import Compression
 
 MASTER = bytes(range(32))
 KEY = ChunkKey("tenant-of-mine", "0123456789abcdef" * 2, "fedcba9876543210" * 2)

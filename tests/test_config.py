@@ -9,16 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from cachecraft_rag.config import (
-    EncodeConfig,
-    EngineConfig,
-    MemoryTierConfig,
-    PolicyName,
-    RecomputeConfig,
-    SamplingConfig,
-    StoreConfig,
-    parse_bytes,
-)
+from cachecraft_rag.config import EncodeConfig, EngineConfig, PolicyName, RecomputeConfig, SamplingConfig
+from cachecraft_rag.store_config import MemoryTierConfig, StoreConfig, parse_bytes
 
 ALL_SETTINGS = (EncodeConfig, EngineConfig, RecomputeConfig, SamplingConfig, StoreConfig, MemoryTierConfig)
 

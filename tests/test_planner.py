@@ -13,7 +13,7 @@ import torch
 from cachecraft_rag import CacheCraftEngine, EngineConfig, RecomputeConfig, SamplingConfig, StoreConfig
 from cachecraft_rag.cfo import num_to_recompute
 from cachecraft_rag.chunk_kv import ChunkKV
-from cachecraft_rag.config import PolicyName, Precision
+from cachecraft_rag.config import PolicyName
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.plan import Action, make_plan
@@ -24,6 +24,7 @@ from cachecraft_rag.store import TieredStore
 from cachecraft_rag.store.codec import EntryCodec
 from cachecraft_rag.store.precision import PRECISIONS, pack
 from cachecraft_rag.store.readers import BytesReader
+from cachecraft_rag.store_config import Precision
 from cachecraft_rag.variant_choice import Variants
 from cachecraft_rag.variants import Prefix, VariantInfo
 from tests.codec_entries import KEY, MASTER, entry

@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from cachecraft_rag import CacheCraftEngine, EngineConfig, RecomputeConfig, StoreConfig
-from cachecraft_rag.config import DiskTierConfig, MemoryTierConfig
 from cachecraft_rag.store import DiskStore, MemoryStore, TieredStore
 from cachecraft_rag.store.build import open_store
+from cachecraft_rag.store_config import DiskTierConfig, MemoryTierConfig
 from tests.conftest import rag_prompt
 from tests.tiny_models import make
 from tests.tiny_tokenizers import byte_level

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cachecraft_rag.chunk_kv import ChunkKV
-from cachecraft_rag.config import Compression, Precision
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store import codec as codec_module
 from cachecraft_rag.store.codec import EntryCodec
 from cachecraft_rag.store.crypto import load_master_key
 from cachecraft_rag.store.precision import PRECISIONS, pack
+from cachecraft_rag.store_config import Compression, Precision
 from tests.codec_entries import COMPRESSIONS, KEY, MASTER, SETTING_NAMES, SETTINGS, assert_same, entry
 
 

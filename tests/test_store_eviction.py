@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from cachecraft_rag.config import EvictionPolicyName
 from cachecraft_rag.store import ChunkStore, MemoryStore
 from cachecraft_rag.store.eviction import EvictionPolicy, make_policy
+from cachecraft_rag.store_config import EvictionPolicyName
 from tests.store_entries import entry, held, key
 
 

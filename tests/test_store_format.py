@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachecraft_rag.chunk_kv import ChunkKV
-from cachecraft_rag.config import Compression
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.store import format as shard_format
 from cachecraft_rag.store.codec import EntryCodec
 from cachecraft_rag.store.compression import compress, decompress
+from cachecraft_rag.store_config import Compression
 from tests.codec_entries import COMPRESSIONS, KEY, MASTER, assert_same, entry
 
 PREAMBLE_BYTES = 8

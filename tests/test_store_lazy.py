@@ -15,7 +15,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cachecraft_rag.chunk_kv import ChunkKV
-from cachecraft_rag.config import Compression, Precision
 from cachecraft_rag.errors import CorruptEntryError, StoreUnavailableError
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store.codec import EntryCodec
@@ -23,6 +22,7 @@ from cachecraft_rag.store.lazy import LazyKV
 from cachecraft_rag.store.precision import PRECISIONS
 from cachecraft_rag.store.readers import BytesReader
 from cachecraft_rag.store.shard import open_shard
+from cachecraft_rag.store_config import Compression, Precision
 from tests import codec_entries
 from tests.codec_entries import KEY, MASTER, assert_same
 

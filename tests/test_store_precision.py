@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachecraft_rag.chunk_kv import ChunkKV
-from cachecraft_rag.config import Precision
 from cachecraft_rag.store.precision import GROUP, PRECISIONS, PackedKV, pack
+from cachecraft_rag.store_config import Precision
 
 LOSSY: tuple[Precision, ...] = ("k16v8", "int8", "int4")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from cachecraft_rag.chunk_kv import ChunkKV
-from cachecraft_rag.config import Precision
 from cachecraft_rag.errors import StoreUnavailableError
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store import ChunkStore, DiskStore, EntryCodec, MemoryStore, TieredStore
+from cachecraft_rag.store_config import Precision
 from tests.store_entries import FakeClock, entry, held, is_same, key
 
 WAIT_S = 20

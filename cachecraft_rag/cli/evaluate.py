@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cachecraft_rag.config import EngineConfig, MemoryTierConfig, RecomputeConfig, StoreConfig
+from cachecraft_rag.config import EngineConfig, RecomputeConfig
 from cachecraft_rag.errors import CacheCraftError, PromptTooLongError
+from cachecraft_rag.store_config import MemoryTierConfig, StoreConfig
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 _POLICIES = ("key_deviation", "question_attention", "chunk_start", RecomputeConfig().policy)

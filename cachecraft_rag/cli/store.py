@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cachecraft_rag.cli import output
 from cachecraft_rag.cli.output import moment, plain, size
 from cachecraft_rag.cli.store_tiers import Tier, check_errors, fail, opened, surveyed
-from cachecraft_rag.config import ByteSize
 from cachecraft_rag.store.entry_check import EntryCheck
 from cachecraft_rag.store.entry_info import EntryInfo
+from cachecraft_rag.store_config import ByteSize
 
 app = typer.Typer(
     help="Look into the chunk store on disk or in Redis, check it, and make room in it.\n\n"

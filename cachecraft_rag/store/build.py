@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from cachecraft_rag.config import MemoryTierConfig, StoreConfig
 from cachecraft_rag.store.base import ChunkStore
 from cachecraft_rag.store.codec import EntryCodec
 from cachecraft_rag.store.crypto import load_master_key
@@ -12,6 +11,7 @@ from cachecraft_rag.store.disk import DiskStore
 from cachecraft_rag.store.memory import MemoryStore
 from cachecraft_rag.store.redis import RedisStore
 from cachecraft_rag.store.tiered import TieredStore
+from cachecraft_rag.store_config import MemoryTierConfig, StoreConfig
 
 _GPU_SHARE = 0.2  # of a GPU's memory, where no budget was given
 

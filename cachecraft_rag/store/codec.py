@@ -13,7 +13,6 @@ from typing import get_args
 import torch
 
 from cachecraft_rag.chunk_kv import ChunkKV
-from cachecraft_rag.config import Compression, Precision
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.keys import ChunkKey, digest, tensor_bytes, token_bytes
 from cachecraft_rag.store.compression import MAX_LEVEL
@@ -22,6 +21,7 @@ from cachecraft_rag.store.lazy import LazyKV
 from cachecraft_rag.store.precision import GROUP, PRECISIONS, pack
 from cachecraft_rag.store.readers import BytesReader, ShardReader
 from cachecraft_rag.store.shard import Shard, open_shard, write_shard
+from cachecraft_rag.store_config import Compression, Precision
 
 SHARD_TOKENS = 1024
 """Most tokens of a shard: a multiple of ``GROUP``, so that groups of int4 don't span shards."""

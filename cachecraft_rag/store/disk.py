@@ -12,7 +12,6 @@ from functools import partial
 from filelock import FileLock
 
 from cachecraft_rag.chunk_kv import ChunkKV
-from cachecraft_rag.config import EvictionPolicyName
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store.base import check_nbytes
@@ -25,6 +24,7 @@ from cachecraft_rag.store.entry_check import EntryCheck
 from cachecraft_rag.store.entry_info import EntryInfo
 from cachecraft_rag.store.lazy import LazyKV
 from cachecraft_rag.store.persistent import PersistentStore
+from cachecraft_rag.store_config import EvictionPolicyName
 
 _LOCK_WAIT_S = 10.0
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cachecraft_rag.config import EvictionPolicyName
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store.disk_layout import DiskLayout, EntryName, measure
 from cachecraft_rag.store.eviction import EvictionPolicy, make_policy
+from cachecraft_rag.store_config import EvictionPolicyName
 
 _RACY_NS = 100_000_000  # a folder that changed this shortly before it was read may have changed again unnoticed
 

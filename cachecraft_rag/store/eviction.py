@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from cachecraft_rag.config import EvictionPolicyName
+from cachecraft_rag.store_config import EvictionPolicyName
 
 K = TypeVar("K", bound=Hashable)
 

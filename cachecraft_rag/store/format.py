@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from cachecraft_rag.config import Compression, Precision
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.keys import tensor_bytes
 from cachecraft_rag.store.compression import compress, decompress
 from cachecraft_rag.store.crypto import CHECKSUM_BYTES
+from cachecraft_rag.store_config import Compression, Precision
 
 DTypeName = Literal["float64", "float32", "float16", "bfloat16", "int8", "uint8"]
 _Count = Annotated[int, Field(ge=0)]

@@ -12,13 +12,13 @@ from typing import TypeVar
 import torch
 
 from cachecraft_rag.chunk_kv import ChunkKV
-from cachecraft_rag.config import EvictionPolicyName, Precision
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store.base import ChunkStore, check_nbytes
 from cachecraft_rag.store.entry_info import EntryInfo
 from cachecraft_rag.store.evicted import Evicted
 from cachecraft_rag.store.eviction import EvictionPolicy, make_policy
 from cachecraft_rag.store.precision import PRECISIONS, PackedKV, pack
+from cachecraft_rag.store_config import EvictionPolicyName, Precision
 
 _KV = TypeVar("_KV", ChunkKV, ChunkKV | PackedKV)
 _RELIEVED_FILL = 0.9  # share of the budget that background lowering leaves in use

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from cachecraft_rag.chunk_kv import ChunkKV
-from cachecraft_rag.config import Precision
+from cachecraft_rag.store_config import Precision
 from cachecraft_rag.variants import VariantInfo
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]

@@ -7,7 +7,6 @@ from itertools import accumulate
 
 import torch
 
-from cachecraft_rag.config import Compression
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store.crypto import ChecksumSeal, CipherSeal, Seal
@@ -29,6 +28,7 @@ from cachecraft_rag.store.format import (
 )
 from cachecraft_rag.store.precision import PackedKV
 from cachecraft_rag.store.readers import ShardReader
+from cachecraft_rag.store_config import Compression
 from cachecraft_rag.variants import VariantInfo
 
 

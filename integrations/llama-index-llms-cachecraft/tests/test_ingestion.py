@@ -14,7 +14,7 @@ from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.schema import BaseNode
 
 from cachecraft_rag import CacheCraftEngine, EngineConfig, StoreConfig
-from cachecraft_rag.config import DiskTierConfig
+from cachecraft_rag.store_config import DiskTierConfig
 from llama_index.llms.cachecraft import CacheAlignedNodeParser, CacheCraftLLM, CacheCraftWarmer
 from tests.conftest import passage
 from tests.tiny_models import make

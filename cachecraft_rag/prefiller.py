@@ -1,0 +1,132 @@
+"""From a request to the logits of its first token: look up, plan, encode, place, select, recompute."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from cachecraft_rag.assembly import assemble
+from cachecraft_rag.capability import Capability
+from cachecraft_rag.config import EngineConfig
+from cachecraft_rag.decode import buffer_decoder
+from cachecraft_rag.errors import StoreError
+from cachecraft_rag.full_prefill import full_prefill
+from cachecraft_rag.library import ChunkLibrary
+from cachecraft_rag.model_adapter import ModelAdapter
+from cachecraft_rag.model_state import ModelState
+from cachecraft_rag.plan import make_plan
+from cachecraft_rag.prefill import selective_prefill
+from cachecraft_rag.request import Request
+from cachecraft_rag.selection import POLICIES
+
+
+class Prefiller:
+    """Prefills requests with reused chunks where it can, and says why where it can't.
+
+    Args:
+        adapter: The model.
+        state: Whether the model is as it was loaded.
+        capability: What the model allows.
+        library: The chunks.
+        config: Settings.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        state: ModelState,
+        capability: Capability,
+        library: ChunkLibrary,
+        config: EngineConfig,
+    ) -> None:
+        self._adapter, self._state, self._capability = adapter, state, capability
+        self._library, self._config = library, config
+        self._warned: set[str] = set()
+
+    def run(self, request: Request, reuse: bool) -> None:
+        """Fill in what a request knows before its first token: logits, decoding step, figures."""
+        reason = self.reason(request.capacity) if reuse else "reuse=False"
+        if reason is None and not request.encoded.spans:
+            self._full_prefill(request, "no known chunk in the prompt")
+        elif reason is None:
+            try:
+                refusal = self._reuse(request)
+            except (StoreError, OSError):  # met while a layer was read: load everything first, and what fails is a miss
+                refusal = self._reuse(request, lazily=False)
+            if refusal is not None:
+                self._full_prefill(request, refusal)
+        else:
+            if reuse:
+                self.warn(reason)
+            self._full_prefill(request, reason)
+
+    def settle(self, request: Request) -> None:
+        """After the answer, complete or not: let go of what was being read."""
+        with request.timed("store_s"):
+            self._library.settle(request.chunks)
+
+    def learn(self, request: Request) -> None:
+        """After a complete answer: measure new chunks' sensitivity, and keep KV that turned out exact."""
+        with request.timed("store_s"):
+            self._keep_what_was_learnt(request)
+
+    def reason(self, num_tokens: int) -> str | None:
+        """Why a prompt of this length can't reuse chunks now; ``None`` when it can."""
+        return self._capability.reason_for(num_tokens) or self._state.intervention()
+
+    def warn(self, reason: str) -> None:
+        """Warn once of every reason."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(f"prompts are prefilled in full: {reason}", UserWarning, stacklevel=4)
+
+    def _reuse(self, request: Request, lazily: bool = True) -> str | None:
+        """Look up, plan, encode what is missing, place, select, recompute; returns why reuse is refused, if it is."""
+        policy = POLICIES[request.recompute.policy]
+        ratio = {"none": 0.0, "all": 1.0}.get(policy.name, request.recompute.ratio)
+        with request.timed("load_s"):
+            alpha = request.recompute.alpha if policy.name == "inter_attention" else None
+            request.chunks = self._library.look_up(request.encoded, request.namespace, lazily, alpha)
+            request.count_lookups()
+            request.watch_answer(self._library.history, self._adapter.num_layers)
+        with self._library.store.pinned([chunk.key for chunk in request.chunks]):
+            spans = [(span.start, span.end) for span in request.encoded.spans]
+            stored = [chunk.chunk_kv is not None for chunk in request.chunks]
+            exact = [chunk.is_exact for chunk in request.chunks]
+            cfos = [chunk.cfo for chunk in request.chunks]
+            plan = request.plan = make_plan(request.num_tokens, spans, stored, exact, ratio, cfos)
+            with request.timed("encode_s"):
+                measure = policy.needs_sensitivity and self._config.encode.sensitivity == "inline"
+                num_encoded, num_stored = self._library.encode_missing(plan, request.chunks, with_sensitivity=measure)
+            chunk_kvs = [chunk.chunk_kv for chunk in request.chunks]
+            assert self._capability.rope is not None
+            kv = request.kv = self._adapter.new_kv(request.capacity)
+            assemble(plan, chunk_kvs, self._capability.rope, kv, self._library.store.readers if lazily else None)
+            token_ids = torch.tensor(request.encoded.token_ids)
+            settings, known = request.recompute, (request.earlier, request.deviation)
+            how = (settings.seed, request.goal, self._capability.rope, settings.offset, *known)
+            prefill = selective_prefill(self._adapter, plan, chunk_kvs, token_ids, kv, policy, *how)
+        request.logits, request.next_logits = prefill.logits, buffer_decoder(self._adapter, kv, request.watch)
+        request.count_prefill(prefill, num_encoded, self._adapter.num_layers)
+        request.figures["load_s"] += kv.fill_s
+        request.figures |= {"policy": policy.name, "stored_tokens": num_stored}
+        return prefill.refusal
+
+    def _full_prefill(self, request: Request, reason: str) -> None:
+        full_prefill(self._adapter, request, reason, in_buffer=self._capability.reason is None)
+
+    def _keep_what_was_learnt(self, request: Request) -> None:
+        plan, kv = request.plan, request.kv
+        if plan is None or kv is None:
+            return
+        if plan.chunk_budgets is not None:
+            kept = self._library.keep_variants(plan, request.chunks, kv, request.recorder, request.recompute)
+            request.figures["stored_tokens"] += kept
+        elif plan.ratio >= 1.0 and self._config.keep_exact:
+            request.figures["stored_tokens"] += self._library.keep_exact(plan, request.chunks, kv)
+        if request.watch is not None:
+            request.watch.keep()
+        has_looked = 0.0 < plan.ratio < 1.0 or request.recompute.target is not None
+        if has_looked and POLICIES[request.recompute.policy].needs_sensitivity:
+            self._library.measure_new(request.chunks)
