@@ -9,6 +9,11 @@ VENV_OLDEST := .venv-oldest
 MODEL ?=
 ARGS ?=
 PIP_FLAGS ?=
+RIVALS ?= build/rivals
+DATA ?=
+GPU_PYTHON ?= 3.12
+GPU_SITE := build/gpu-site
+GPU_PACKAGES := pydantic xxhash zstandard cryptography
 
 LLAMA_INDEX := integrations/llama-index-llms-cachecraft
 LANGCHAIN := integrations/langchain-cachecraft
@@ -16,7 +21,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format types test-oldest bench clean
+.PHONY: help venv demo cookbooks test lint format types test-oldest bench replay rivals growth bench-gpu gpu-site clean
 
 help:  ## this list
 	@echo "cachecraft-rag: make TARGET [ARGS=...]"
@@ -48,6 +53,9 @@ venv: $(VENV)/.installed  ## create .venv with the three distributions, editable
 demo: $(VENV)/.installed  ## answer questions over the sample contracts: full prefill, cold and warm cache
 	$(BIN)/python cookbooks/demo.py $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
+cookbooks: $(VENV)/.installed  ## execute the notebooks and keep their outputs
+	$(BIN)/python cookbooks/execute.py $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
 test: $(VENV)/.installed  ## all tests; GPU tests skip themselves without a CUDA device
 	$(BIN)/python -m pytest $(ARGS)
 
@@ -67,6 +75,24 @@ test-oldest: $(VENV_OLDEST)/.installed  ## the engine's tests on the oldest supp
 
 bench: $(VENV)/.installed  ## measure the time to first token
 	$(BIN)/python benchmarks/ttft.py $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+# Installs and downloads nothing: without .venv it runs with what PYTHON has, and with what gpu-site brought.
+bench-gpu:  ## measure the time to first token on a CUDA device
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,PYTHONPATH=$(GPU_SITE) $(PYTHON)) benchmarks/gpu.py \
+		$(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+gpu-site:  ## bring for bench-gpu what PyTorch and transformers don't: into build/gpu-site, for Python GPU_PYTHON
+	$(PYTHON) $(PIP_INSTALL) --no-compile --upgrade --target $(GPU_SITE) --python-version $(GPU_PYTHON) --only-binary=:all: \
+		$(GPU_PACKAGES)
+
+rivals:  ## install the engines that we are measured against into RIVALS, each in an environment of its own
+	PYTHON="$(PYTHON)" benchmarks/rivals/install.sh "$(RIVALS)" $(ARGS)
+
+replay: $(VENV)/.installed  ## answer the questions of DATA with every engine of RIVALS and with ours: one table, one plot
+	$(BIN)/python benchmarks/replay.py --model "$(MODEL)" --data "$(DATA)" --rivals "$(RIVALS)" $(ARGS)
+
+growth: $(VENV)/.installed  ## measure how time and memory grow with context, chunks, store and users
+	$(BIN)/python benchmarks/growth.py $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 clean:  ## remove both environments, builds and caches
 	rm -rf $(VENV) $(VENV_OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -64,7 +64,6 @@ def measure(engine: CacheCraftEngine, name: str, count: int, arguments: argparse
     wanted = [_with_answer(variant, arguments.answers) for variant in variants(arguments.policies, arguments.charged)]
     options = {"chunk_tokens": arguments.chunk_tokens, "num_chunks": arguments.chunks, "seed": arguments.seed}
     questions = load_questions(arguments.data / f"{name}.jsonl", engine.prompts, limit=count, **options)
-    evaluator = Evaluator(engine, instruction=arguments.instruction, max_new_tokens=arguments.max_new_tokens)
     run = {
         "model": engine.fingerprint,
         "encode": engine.config.encode.model_dump(),
@@ -74,7 +73,8 @@ def measure(engine: CacheCraftEngine, name: str, count: int, arguments: argparse
         "answers": arguments.answers,
         **options,
     }
-    with _written(arguments.out / f"{name}.jsonl", run) as (known, file):
+    asking = {"instruction": arguments.instruction, "max_new_tokens": arguments.max_new_tokens}
+    with Evaluator(engine, **asking) as evaluator, _written(arguments.out / f"{name}.jsonl", run) as (known, file):
         for question in tqdm(questions, desc=name, unit="question"):
             missing = [v for v in wanted if (question.id, v.label, v.setting) not in known]
             if not missing:

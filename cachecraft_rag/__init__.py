@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig
+from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig, SchedulerConfig
 from cachecraft_rag.engine import CacheCraftEngine
 from cachecraft_rag.engine_pool import EngineKey, EnginePool
 from cachecraft_rag.errors import (
     CacheCraftError,
     CorruptEntryError,
+    DeadlineExceededError,
+    EngineBusyError,
     PromptTooLongError,
+    RequestCancelledError,
     StoreError,
     StoreUnavailableError,
     UnsupportedModelError,
@@ -30,6 +33,8 @@ __all__ = [
     "ChunkRegistry",
     "ChunkSplitter",
     "CorruptEntryError",
+    "DeadlineExceededError",
+    "EngineBusyError",
     "EngineConfig",
     "EngineKey",
     "EnginePool",
@@ -37,8 +42,10 @@ __all__ = [
     "PromptTooLongError",
     "RagPrompt",
     "RecomputeConfig",
+    "RequestCancelledError",
     "RequestStats",
     "SamplingConfig",
+    "SchedulerConfig",
     "StoreConfig",
     "StoreError",
     "StoreUnavailableError",

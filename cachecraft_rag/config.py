@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from cachecraft_rag.store_config import Settings, StoreConfig
+from cachecraft_rag.settings_file import read_settings, write_settings
+from cachecraft_rag.store_config import ByteSize, Settings, StoreConfig
 
 PolicyName = Literal[
     "none",
@@ -60,7 +62,7 @@ class RecomputeConfig(Settings):
     target_divergence: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
     preset: Preset | None = None
     max_ratio: float = Field(default=0.5, ge=0.0, le=1.0)
-    offset: float = Field(default=1.0, ge=0.0, le=1.0)
+    offset: float = Field(default=0.5, ge=0.0, le=1.0)
     seed: int = 0
     alpha: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     max_variants: int = Field(default=5, ge=1)
@@ -73,7 +75,8 @@ class RecomputeConfig(Settings):
     def changed(self, **changes: Any) -> RecomputeConfig:
         """The same settings but for some; of ratio, target and preset the new one takes the old one's place."""
         goals = ("ratio", "target_divergence", "preset")
-        kept = self.model_dump(exclude=set(goals) if any(name in changes for name in goals) else None)
+        replaced = set(goals) if any(name in changes for name in goals) else None
+        kept = self.model_dump(exclude_unset=True, exclude=replaced)
         return type(self)(**{**kept, **changes})
 
     @model_validator(mode="before")
@@ -97,19 +100,74 @@ class RecomputeConfig(Settings):
 
 
 class EncodeConfig(Settings):
-    """What a chunk's KV is computed behind, so that its first tokens need not become attention sinks.
+    """What a chunk's KV is computed behind, in place of the prompts that are not known yet.
 
     Attributes:
-        behind: ``"none"``, ``"chat_head"`` (the chat template up to the user's text) or ``"prefix"`` (the chat head and
-            ``instruction``). Part of every chunk's key.
+        behind: ``"none"``, ``"chat_head"`` (the chat template up to the user's text), ``"prefix"`` (the chat head and
+            ``instruction``), or ``"passages"``: the average over two unrelated texts behind that prefix, only the first
+            until the sensitivity is measured. Part of every chunk's key.
         instruction: The instruction of the canonical prefix.
         sensitivity: When a chunk's static sensitivity is measured: ``"deferred"`` after the answer that first used the
             chunk, ``"inline"`` together with its KV. ``warm`` always measures it at once.
     """
 
-    behind: Literal["none", "chat_head", "prefix"] = "prefix"
+    behind: Literal["none", "chat_head", "prefix", "passages"] = "passages"
     instruction: str = "Answer the question using only the passages.\n\n"
     sensitivity: Literal["deferred", "inline"] = "deferred"
+
+
+class RefineConfig(Settings):
+    """Computing exactly, while no request runs, the chunk sequences that were answered approximately and come again.
+
+    Attributes:
+        enabled: Whether this is done.
+        after: How many approximate answers to a sequence make it worth that.
+        max_sequences: How many sequences are counted; the least recent are forgotten.
+        max_waiting: How many wait to be computed; the oldest gives way.
+        piece_tokens: Tokens of one forward pass. A request that comes meanwhile waits for one at most.
+    """
+
+    enabled: bool = False
+    after: int = Field(default=2, ge=1)
+    max_sequences: int = Field(default=10_000, ge=1)
+    max_waiting: int = Field(default=8, ge=1)
+    piece_tokens: int = Field(default=256, ge=1)
+
+
+class SimilarConfig(Settings):
+    """Starting from what an earlier, similar question looked at; needs the engine's argument ``embed``.
+
+    Only prompts whose ``RagPrompt.question`` is set take part, and policies that score tokens.
+
+    Attributes:
+        enabled: Whether this is done.
+        threshold: Least cosine of two questions that count as similar.
+        max_questions: How many questions are kept; the least useful are forgotten.
+        skip_pass: Whether the question is not scored itself where the earlier one had the same chunks: its pass is
+            saved.
+        weight: What earlier scores count where the question is scored itself, whose own scores count 1.
+    """
+
+    enabled: bool = False
+    threshold: float = Field(default=0.85, ge=-1.0, le=1.0)
+    max_questions: int = Field(default=1000, ge=1)
+    skip_pass: bool = True
+    weight: float = Field(default=0.5, ge=0.0, allow_inf_nan=False)
+
+
+class SchedulerConfig(Settings):
+    """How many requests are served at the same time.
+
+    Attributes:
+        max_batch: How many are decoded together, one row of the model each.
+        max_waiting: How many may wait in line; another one gets ``EngineBusyError``.
+        memory: Bytes of the KV buffers (prompt and longest answer) of all that are being served. One that is larger
+            than all of it is served alone.
+    """
+
+    max_batch: int = Field(default=32, ge=1)
+    max_waiting: int = Field(default=256, ge=1)
+    memory: ByteSize = 2 * 2**30
 
 
 class SamplingConfig(Settings):
@@ -153,11 +211,17 @@ class EngineConfig(Settings):
             predicts nothing.
         encode: What a chunk's KV is computed behind.
         store: The tiers.
+        scheduler: How many requests are served at the same time.
         keep_exact: Whether chunk KV that a request computed in its true context (ratio 1.0) is stored too, for prompts
             that begin alike. It takes the same room as any other entry.
+        refine: What is computed exactly while no request runs; nothing by default.
+        similar_questions: What is taken over from earlier questions; nothing by default.
         max_new_tokens: Longest answer, in tokens, where a call names none.
         context_window: Largest prompt plus answer in tokens; ``None`` takes the model's own.
         max_chunks: Largest number of chunk texts the registry remembers.
+        auto_chunks: Whether long text that nobody registered is split at paragraphs, whose KV is stored after the first
+            answer and reused when they come again.
+        chunk_tokens: Most tokens of the chunks that splitters are to cut for this engine; see ``chunk_limits``.
     """
 
     namespace: str = Field(default="default", min_length=1)
@@ -165,7 +229,37 @@ class EngineConfig(Settings):
     calibration: str | None = Field(default=None, min_length=1)
     encode: EncodeConfig = EncodeConfig()
     store: StoreConfig = StoreConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
     keep_exact: bool = True
+    refine: RefineConfig = RefineConfig()
+    similar_questions: SimilarConfig = SimilarConfig()
     max_new_tokens: int = Field(default=256, ge=1)
     context_window: int | None = Field(default=None, ge=2)
     max_chunks: int = Field(default=100_000, ge=1)
+    auto_chunks: bool = False
+    chunk_tokens: int = Field(default=768, ge=2)
+
+    @property
+    def chunk_limits(self) -> dict[str, int]:
+        """``min_tokens`` and ``max_tokens`` of a ``ChunkSplitter``: two thirds of ``chunk_tokens``, and all of it."""
+        return {"min_tokens": 2 * self.chunk_tokens // 3, "max_tokens": self.chunk_tokens}
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> EngineConfig:
+        """Settings from a JSON file: an object of names and values as here, each in its place or at its default.
+
+        Paths in it are relative to the working directory, as they are everywhere.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It is no JSON object, or a setting is not allowed; the message names it, its value, and what is.
+        """
+        return read_settings(cls, path)
+
+    def to_file(self, path: str | Path) -> None:
+        """Write what was set, as ``from_file`` reads it; folders are made.
+
+        Raises:
+            ValueError: The master key is given as bytes, which belong in no readable file.
+        """
+        write_settings(self, path)

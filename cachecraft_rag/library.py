@@ -11,24 +11,26 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from cachecraft_rag.attention_record import ChunkRecorder
+from cachecraft_rag.auto_chunks import AutoChunks
+from cachecraft_rag.chunk_forms import forms_of
 from cachecraft_rag.chunk_kv import ChunkKV, LayeredKV
 from cachecraft_rag.config import EngineConfig, RecomputeConfig
 from cachecraft_rag.document_texts import DocumentTexts
 from cachecraft_rag.encoder import ChunkEncoder
 from cachecraft_rag.history import AnswerHistory
 from cachecraft_rag.keys import ChunkKey, KeyMaker, context_hash, tokenizer_fingerprint
+from cachecraft_rag.look_up import LookUp
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.model_state import ModelState
 from cachecraft_rag.plan import Action, RequestPlan
 from cachecraft_rag.prompt import EncodedPrompt, PromptEncoder
 from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.registry import ChunkRegistry
-from cachecraft_rag.request_chunk import RequestChunk
+from cachecraft_rag.request_chunk import RequestChunk, WholeChunk
+from cachecraft_rag.similar import SimilarQuestions
 from cachecraft_rag.single_flight import SingleFlight
 from cachecraft_rag.store import ChunkStore
 from cachecraft_rag.variant_choice import Variants
-
-_NEUTRAL_PASSAGE = "The following passages were collected from several sources. " * 6
 
 
 class ChunkLibrary:
@@ -43,8 +45,10 @@ class ChunkLibrary:
 
     Attributes:
         registry: Chunk texts that are looked for in prompts.
+        auto_chunks: Unregistered text that is looked for too; ``None`` unless ``config.auto_chunks``.
         store: As given.
         history: What earlier answers looked at, where a policy asks for it.
+        questions: What earlier questions looked at; ``None`` where that is not asked for.
     """
 
     def __init__(
@@ -56,12 +60,15 @@ class ChunkLibrary:
         store: ChunkStore,
     ) -> None:
         self.registry = ChunkRegistry(config.max_chunks)
+        self.auto_chunks = AutoChunks(config.max_chunks) if config.auto_chunks else None
         self.store = store
         self.history = AnswerHistory()
+        self.questions: SimilarQuestions | None = None
         self._adapter, self._state, self._prompts, self._config = adapter, state, prompts, config
         self._tokenizer_fingerprint = tokenizer_fingerprint(prompts.tokenizer)
         self._document_texts = DocumentTexts(config.max_chunks)
         self._variants = Variants(store, config.max_chunks)
+        self._look_up = LookUp(store, self._variants)
         self._flight: SingleFlight[ChunkKey, ChunkKV] = SingleFlight()
         self._fingerprint = ""
         self._encoder = self._new_encoder()
@@ -84,21 +91,39 @@ class ChunkLibrary:
                 computed += self._keep(key, encoder.encode(token_ids, with_sensitivity=True), static)
         return computed
 
+    def keep_new_parts(self, namespace: str) -> None:
+        """Compute and store the text nobody registered that prompts of the namespace held for the first time."""
+        if self.auto_chunks is not None:
+            self.warm(self.auto_chunks.take_new(namespace), namespace, show_progress=False, static=False)
+
+    def is_stored(self, texts: Sequence[str], namespace: str) -> list[bool]:
+        """Whether KV of each text is stored, made behind whatever; nothing is read, and it counts as no use."""
+        return [bool(self.store.variants(chunk)) for chunk in self._chunks(texts, namespace)]
+
     def prefetch(self, texts: Sequence[str], namespace: str) -> int:
         """Begin to move the KV of chunks from slow tiers to memory, made behind whatever; returns how many entries."""
-        chunks = self._chunks(texts, namespace)
+        return self.prefetch_chunks(self._chunks(texts, namespace))
+
+    def prefetch_chunks(self, chunks: Iterable[str]) -> int:
+        """The same for chunks by their ``ChunkKey.chunk``."""
         return self.store.prefetch([key for chunk in chunks for key in self.store.variants(chunk)])
 
     def invalidate(self, texts: Sequence[str], document_ids: Sequence[str], namespace: str) -> int:
         """Forget texts and documents, and drop their KV and what carries traces of it; returns how many entries."""
-        chunks = set(self._chunks(texts, namespace))
+        documents = self.store.documents
+        chunks = set(self._chunks([form for text in texts for form in forms_of(text.strip())], namespace))
         for document_id in document_ids:
             unlinked = self._document_texts.take(namespace, document_id)
             texts = [*texts, *unlinked]
-            chunks |= self.store.documents.chunks(namespace, document_id).union(self._chunks(unlinked, namespace))
-            self.store.documents.remove(namespace, document_id)
+            chunks |= documents.chunks(namespace, document_id).union(self._chunks(unlinked, namespace))
+            documents.remove(namespace, document_id)
+        for chunk in list(chunks):
+            chunks |= documents.chunks(namespace, _pieces_of(chunk))
+            documents.remove(namespace, _pieces_of(chunk))
         self.registry.forget(texts, namespace)
         self.history.forget(namespace, chunks)
+        if self.questions is not None:
+            self.questions.forget(namespace, chunks)
         num_gone = sum(self.store.remove(key) for chunk in chunks for key in self.store.variants(chunk))
         return num_gone + sum(self._variants.remove_behind(namespace, chunk) for chunk in chunks)
 
@@ -107,82 +132,60 @@ class ChunkLibrary:
         self._document_texts.clear(namespace)
         self.registry.clear(namespace)
         self.history.clear(namespace)
+        if self.auto_chunks is not None:
+            self.auto_chunks.clear(namespace)
+        if self.questions is not None:
+            self.questions.forget(namespace)
         return self.store.clear(namespace)
 
     def look_up(
         self, encoded: EncodedPrompt, namespace: str, lazily: bool = True, alpha: float | None = None
     ) -> list[RequestChunk]:
-        """Find the stored KV of every chunk of a namespace's prompt: exact before canonical, or by lowest CFO.
+        """The chunks of a namespace's prompt, with the stored KV that was found; see ``LookUp.find``."""
+        chunks = self._request_chunks(encoded, namespace, None if alpha is None else 1.0)
+        self._look_up.find(chunks, lazily, alpha)
+        return chunks
 
-        An entry whose token ids differ (a hash collision) is removed and counts as missing.
+    def look_up_exact(self, encoded: EncodedPrompt, namespace: str) -> list[RequestChunk]:
+        """Find the stored KV, read in full, of those chunks for which it is exact; the others have none."""
+        chunks = self._request_chunks(encoded, namespace)
+        self._look_up.find_exact(chunks)
+        return chunks
 
-        Args:
-            encoded: The prompt.
-            namespace: Whose chunks.
-            lazily: Whether entries of slow tiers may be read later, and left where computing is quicker.
-            alpha: Strength of the correction, to choose among all variants; ``None`` for exact and canonical ones.
-        """
-        keys = self._keys(namespace)
-        canonical = self._encoder.context
+    def _request_chunks(self, encoded: EncodedPrompt, namespace: str, cfo: float | None = None) -> list[RequestChunk]:
+        """The chunks of a prompt before anything is looked up; ``cfo`` is that of what is not found."""
+        keys, canonical = self._keys(namespace), self._encoder.context
         token_ids = np.asarray(encoded.token_ids, dtype=np.int32)
         chunks: list[RequestChunk] = []
         for span in encoded.spans:
             ids = encoded.token_ids[span.start : span.end]
-            exact_key = keys.key(ids, context_hash(token_ids[: span.start]))
-            canonical_key = ChunkKey(exact_key.namespace, exact_key.chunk, canonical)
+            context, whole = context_hash(token_ids[: span.start]), None
+            if span.piece is not None:
+                names = [keys.key(span.piece.token_ids, behind) for behind in (context, canonical)]
+                whole = WholeChunk(span.piece.token_ids, span.piece.start, *names)
+            exact_key, key = (keys.key(ids, behind) for behind in (context, canonical))
             preceding = tuple(chunk.exact_key.chunk for chunk in chunks)
-            cfo = None if alpha is None else 1.0  # of what is not found
-            chunks.append(RequestChunk(ids, exact_key, canonical_key, preceding=preceding, cfo=cfo))
-            self._link(span.text, exact_key)
-        find = partial(self._find if lazily else self._load, alpha)
-        readers = self.store.readers if lazily else None
-        # Slow tiers are asked for several chunks at the same time.
-        list(map(find, chunks) if readers is None else readers.map(find, chunks))
+            chunks.append(RequestChunk(ids, exact_key, key, preceding=preceding, cfo=cfo, whole=whole))
+            for origin in span.origins or (span.text,):
+                self._link(origin, key if whole is None else whole.key)
         return chunks
 
     def _link(self, text: str, key: ChunkKey) -> None:
         """Note the documents of a text that is used, where every process that shares the store finds them."""
-        for document in self._document_texts.to_link(text, key.namespace):
+        for document in self._document_texts.to_link(text, key.namespace, key.chunk):
             self.store.documents.add(key.namespace, document, [key.chunk])
 
-    def _usable(self, chunk: RequestChunk, alpha: float | None) -> Iterable[tuple[ChunkKey, float | None]]:
-        """Keys of the entries that would do for a chunk, the best first, and their CFO."""
-        if alpha is None:
-            return [(key, None) for key in dict.fromkeys((chunk.exact_key, chunk.key))]
-        return self._variants.ranked(chunk.exact_key, chunk.key.context, chunk.prefix, len(chunk.token_ids), alpha)
-
-    def _find(self, alpha: float | None, chunk: RequestChunk) -> None:
-        for key, cfo in self._usable(chunk, alpha):
-            found = self.store.find(key)
-            if found is None:
-                continue
-            if found.kv is None:
-                chunk.is_declined = True
-            elif self._take(chunk, key, cfo, found.kv, found.tier):
-                return
-
-    def _load(self, alpha: float | None, chunk: RequestChunk) -> None:
-        for key, cfo in self._usable(chunk, alpha):
-            found = self.store.get_with_tier(key)
-            if found is not None and self._take(chunk, key, cfo, *found):
-                return
-
-    def _take(self, chunk: RequestChunk, key: ChunkKey, cfo: float | None, kv: LayeredKV, tier: str) -> bool:
-        """Use an entry for a chunk, unless it holds other tokens: then the entry goes."""
-        if not kv.matches(chunk.token_ids):
-            self.store.remove(key)
-            return False
-        chunk.key, chunk.chunk_kv, chunk.tier, chunk.is_declined = key, kv, tier, False
-        if cfo is not None:
-            chunk.cfo = cfo
-            self._variants.used(key, cfo)
-        return True
+    def _note_piece(self, chunk: RequestChunk) -> None:
+        """Before anything is stored of a piece: note it beside its whole chunk, with which it must go."""
+        if chunk.whole is not None:
+            key = chunk.whole.key
+            self.store.documents.add(key.namespace, _pieces_of(key.chunk), [chunk.exact_key.chunk])
 
     def settle(self, chunks: Sequence[RequestChunk]) -> None:
         """Move what was read from slow tiers for a request to memory."""
         for chunk in chunks:
-            if chunk.tier is not None and chunk.chunk_kv is not None and chunk.chunk_kv.is_read:
-                self.store.settle(chunk.key, chunk.chunk_kv, chunk.tier)
+            if chunk.tier is not None and chunk.entry is not None and chunk.entry.is_read:
+                self.store.settle(chunk.key, chunk.entry, chunk.tier)
 
     def encode_missing(
         self, plan: RequestPlan, chunks: Sequence[RequestChunk], with_sensitivity: bool
@@ -209,10 +212,11 @@ class ChunkLibrary:
         """Compute and store a chunk, unless another request has stored it since it was looked up."""
         chunk_kv = None if chunk.is_declined else self.store.get(chunk.key)
         if chunk_kv is None or not chunk_kv.matches(chunk.token_ids):
+            self._note_piece(chunk)
             started = time.perf_counter()
             chunk_kv = self._encoder.encode(chunk.token_ids, with_sensitivity)
             self.store.computed(chunk_kv.num_tokens, time.perf_counter() - started)
-            counts["computed"] += chunk_kv.num_tokens * (2 if with_sensitivity else 1)
+            counts["computed"] += chunk_kv.num_tokens * (self._encoder.num_passes if with_sensitivity else 1)
             counts["stored"] += chunk_kv.num_tokens if self._keep(chunk.key, chunk_kv) else 0
         return chunk_kv
 
@@ -225,6 +229,7 @@ class ChunkLibrary:
         num_stored = 0
         for planned, chunk in zip(plan.chunks, chunks, strict=True):
             if not planned.is_exact:
+                self._note_piece(chunk)
                 keys, values = kv.slice(planned.start, planned.end)
                 exact = ChunkKV(keys, values, chunk.token_ids, planned.start)
                 num_stored += self._keep(chunk.exact_key, exact) * exact.num_tokens
@@ -255,6 +260,8 @@ class ChunkLibrary:
         """
         num_stored, counts = 0, Counter[str]()
         exact = dict.fromkeys(plan.computed_exactly)
+        for chunk in chunks:
+            self._note_piece(chunk)  # others are kept behind it
         for namespace in {chunk.exact_key.namespace for chunk in chunks}:
             behind = {chunks[index].exact_key.chunk: chunks[index].preceding for index in exact}
             self._variants.note_traces(namespace, behind)
@@ -274,7 +281,7 @@ class ChunkLibrary:
         """Measure the sensitivity of chunks that are stored without it."""
         for chunk in chunks:
             stored = None if chunk.is_exact else self.store.get(chunk.key)
-            if stored is not None and stored.sensitivity is None and stored.matches(chunk.token_ids):
+            if stored is not None and stored.sensitivity is None and chunk.part_of(chunk.key, stored):
                 self._keep(chunk.key, self._encoder.measure(stored))
 
     def close(self) -> None:
@@ -299,10 +306,12 @@ class ChunkLibrary:
         return KeyMaker(fingerprint, self._tokenizer_fingerprint, namespace)
 
     def _new_encoder(self) -> ChunkEncoder:
-        settings = self._config.encode
-        instruction = settings.instruction if settings.behind == "prefix" else ""
-        prefix = () if settings.behind == "none" else self._prompts.head_ids(instruction)
-        return ChunkEncoder(self._adapter, prefix, self._prompts.head_ids(_NEUTRAL_PASSAGE))
+        return ChunkEncoder.of(self._config.encode, self._adapter, self._prompts)
+
+
+def _pieces_of(chunk: str) -> str:
+    """Name under which the pieces of a chunk that were stored by themselves are kept among the documents."""
+    return f"\0pieces {chunk}"
 
 
 def as_texts(texts: Iterable[str]) -> list[str]:

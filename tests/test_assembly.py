@@ -34,7 +34,7 @@ class Setting:
 
     def __init__(self, name: str = "llama", ratio: float = 0.2) -> None:
         self.adapter = ModelAdapter(make(name))
-        encoder = ChunkEncoder(self.adapter, tuple(range(3, 9)), tuple(range(100, 140)))
+        encoder = ChunkEncoder(self.adapter, (tuple(range(3, 9)), tuple(range(100, 140))))
         self.chunk_kvs: list[ChunkKV] = [encoder.encode(IDS[start:end].tolist(), True) for start, end in SPANS]
         self.plan = make_plan(150, SPANS, [True] * 3, [False] * 3, ratio)
         rope = probe(self.adapter).rope

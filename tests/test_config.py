@@ -9,10 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from cachecraft_rag.config import EncodeConfig, EngineConfig, PolicyName, RecomputeConfig, SamplingConfig
+from cachecraft_rag.config import (
+    EncodeConfig,
+    EngineConfig,
+    PolicyName,
+    RecomputeConfig,
+    SamplingConfig,
+    SchedulerConfig,
+)
 from cachecraft_rag.store_config import MemoryTierConfig, StoreConfig, parse_bytes
 
-ALL_SETTINGS = (EncodeConfig, EngineConfig, RecomputeConfig, SamplingConfig, StoreConfig, MemoryTierConfig)
+ALL_SETTINGS = (
+    EncodeConfig,
+    EngineConfig,
+    RecomputeConfig,
+    SamplingConfig,
+    SchedulerConfig,
+    StoreConfig,
+    MemoryTierConfig,
+)
 
 
 def refusal(settings: type[BaseModel], **values: Any) -> str:
@@ -137,6 +152,10 @@ def test_settings_survive_json() -> None:
         ("max_chunks", 0),
         ("encode", {"behind": "nothing"}),
         ("encode", {"sensitivity": "later"}),
+        ("scheduler", {"max_batch": 0}),
+        ("scheduler", {"max_waiting": 0}),
+        ("scheduler", {"memory": -1}),
+        ("scheduler", {"memory": "much"}),
     ],
 )
 def test_the_engine_refuses_values_that_make_no_sense(field: str, value: object) -> None:

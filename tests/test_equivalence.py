@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cachecraft_rag import CacheCraftEngine, EngineConfig, RagPrompt, RecomputeConfig
+from cachecraft_rag.decode import end_of_sequence_ids
 from tests.conftest import EngineMaker, passage, prefill_logits, rag_prompt
 from tests.tiny_models import REUSED, WINDOW, make
 from tests.tiny_tokenizers import byte_level
@@ -49,7 +50,7 @@ def test_full_prefill_equals_transformers_generate(name: str, make_engine: Engin
     with torch.inference_mode():
         expected = engine.model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :].tolist()
     found = list(engine.generate(prompt, reuse=False, max_new_tokens=16).token_ids)
-    assert found == [token for token in expected if token not in engine._eos_ids]
+    assert found == [token for token in expected if token not in end_of_sequence_ids(engine.model, engine.tokenizer)]
 
 
 @architectures
@@ -69,7 +70,7 @@ def test_chunks_in_the_order_and_place_they_were_computed_are_reused_exactly(
 
 @architectures
 def test_the_first_chunk_behind_the_canonical_prefix_is_exact(name: str, make_engine: EngineMaker) -> None:
-    engine = make_engine(name)
+    engine = make_engine(name, encode={"behind": "prefix"})
     instruction = engine.config.encode.instruction
     chunk, question = passage(1), "\n\nWhat ends first?"
     prompt = RagPrompt.from_messages([{"role": "user", "content": instruction + chunk + question}], chunks=[chunk])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cachecraft_rag import CacheCraftEngine, EngineConfig, PromptTooLongError, RagPrompt, RecomputeConfig
+from cachecraft_rag.config import EncodeConfig
 from cachecraft_rag.evaluate import (
     Evaluator,
     Outcome,
@@ -55,7 +56,7 @@ def prompt_behind(engine: CacheCraftEngine, *numbers: int) -> RagPrompt:
 @pytest.mark.parametrize("policy", BY_RATIO)
 @pytest.mark.parametrize("first_is_exact", [False, True])
 def test_a_charged_target_is_met_from_below_and_within_one_token(policy: str, first_is_exact: bool) -> None:
-    config = EngineConfig(keep_exact=False)
+    config = EngineConfig(keep_exact=False, encode=EncodeConfig(behind="prefix"))
     engine = CacheCraftEngine(make("llama", num_hidden_layers=8), byte_level(), config)
     prompt = warmed(engine, prompt_behind(engine, 1, 2, 3, 4) if first_is_exact else rag_prompt(1, 2, 3, 4))
     plan = plan_of(engine, prompt, RecomputeConfig())
@@ -322,3 +323,19 @@ def test_labels_and_targets_are_checked() -> None:
         Variant("ours", RecomputeConfig(), -1)
     with pytest.raises(ValueError, match="max_new_tokens: 0"):
         Evaluator(CacheCraftEngine(make("llama"), byte_level()), max_new_tokens=0)
+
+
+def test_published_selectors_work_on_kv_behind_the_prefix_and_the_default_on_averaged_kv(
+    make_engine: EngineMaker,
+) -> None:
+    engine = make_engine()
+    contexts: dict[str, str] = {}
+    with Evaluator(engine, max_new_tokens=4) as evaluator:
+        list(evaluator.run(question(1, 2, 3), variants(["question_attention", "question_sensitivity"], [0.5])))
+        others = dict(evaluator._others)
+        for name, one in {"own": engine, **others}.items():
+            contexts[name] = one.library._encoder.context
+        assert others["prefix"].config.encode.behind == "prefix"
+    assert len(set(contexts.values())) == len(contexts) == 2
+    assert all(one.is_closed for one in others.values())
+    assert not engine.is_closed

@@ -27,7 +27,7 @@ class Setting:
 
     def __init__(self, ratio: float) -> None:
         self.adapter = ModelAdapter(make("llama"))
-        encoder = ChunkEncoder(self.adapter, tuple(range(3, 9)), tuple(range(100, 140)))
+        encoder = ChunkEncoder(self.adapter, (tuple(range(3, 9)), tuple(range(100, 140))))
         self.chunk_kvs: list[ChunkKV | None] = [
             encoder.encode(IDS[start:end].tolist(), with_sensitivity=True) for start, end in SPANS
         ]

@@ -10,7 +10,7 @@ from cachecraft_rag.stats import RequestStats
 # fmt: off
 PROMISED = (
     "prompt_tokens", "reused_tokens", "recomputed_tokens", "prefilled_tokens", "charged_ratio", "chunk_hits",
-    "chunk_misses", "hits_by_tier", "bytes_loaded", "load_s", "select_s", "prefill_s", "ttft_s", "decode_s",
+    "chunk_misses", "hits_by_tier", "bytes_loaded", "queue_s", "load_s", "select_s", "prefill_s", "ttft_s", "decode_s",
     "output_tokens", "policy", "fallback_reason",
 )
 # fmt: on

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Literal
 
 import torch
 
@@ -25,6 +27,11 @@ FULL = "full prefill"
 PUBLISHED = ("key_deviation", "question_attention", "chunk_start", "inter_attention")
 """Selectors of others: CacheBlend, ProphetKV, EPIC, Cache-Craft."""
 
+Behind = Literal["none", "chat_head", "prefix", "passages"]
+
+PUBLISHED_BEHIND: Behind = "prefix"
+"""What their chunks are computed behind."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -37,12 +44,14 @@ class Variant:
         charged: Share of a full prefill that each request may compute, selection passes included; ``None`` keeps the
             ratio.
         with_answer: Whether an answer is generated; divergence and agreement need none.
+        behind: ``EncodeConfig.behind`` of its chunks; ``None`` takes the engine's.
     """
 
     label: str
     recompute: RecomputeConfig
     charged: float | None = None
     with_answer: bool = True
+    behind: Behind | None = None
 
     def __post_init__(self) -> None:
         if self.label in ("", FULL):
@@ -116,7 +125,9 @@ class Evaluator:
 
     Chunks are computed and stored before a question is asked, and nothing is learnt from answering: the order of
     variants does not matter. ``inter_attention`` reuses what earlier prompts left, so it gets two, each with half of
-    the chunks in random order, answered in a namespace of its own that begins empty for every question.
+    the chunks in random order, answered in a namespace of its own that begins empty for every question. For variants
+    whose chunks are computed behind something else there are engines of the same model and settings, closed in
+    ``close``.
 
     Args:
         engine: The engine; its model must be one that can reuse chunks.
@@ -143,6 +154,19 @@ class Evaluator:
         self._engine, self._instruction = engine, instruction
         self._max_new_tokens, self._stop = max_new_tokens, tuple(stop)
         self._namespace = f"{engine.config.namespace} by CFO"
+        self._others: dict[str, CacheCraftEngine] = {}
+
+    def close(self) -> None:
+        """Release the engines made here; the one given stays open."""
+        for engine in self._others.values():
+            engine.close()
+        self._others.clear()
+
+    def __enter__(self) -> Evaluator:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def run(self, question: Question, variants: Iterable[Variant]) -> Iterator[Outcome]:
         """Ask one question by full prefill, then by every variant; outcomes in that order.
@@ -154,39 +178,51 @@ class Evaluator:
         """
         prompt = question.prompt(self._instruction)
         variants = list(variants)
-        self._engine.warm(question.chunks)
         reference = answer_and_score(
             self._engine, prompt, max_new_tokens=self._max_new_tokens, stop=self._stop, reuse=False
         )
         asked = _Asked(question, prompt, reference.answer, reference.logits)
         yield asked.outcome(None, None, reference.logits, reference.answer.stats, reference.answer)
-        if any(variant.recompute.policy == BY_CFO for variant in variants):
-            self._leave_variants(question)
-        for variant in variants:
-            yield self._try(asked, variant)
+        for behind, group in groupby(sorted(variants, key=_behind), key=_behind):
+            engine, those = self._engine_behind(behind), list(group)
+            engine.warm(question.chunks)
+            if any(variant.recompute.policy == BY_CFO for variant in those):
+                self._leave_variants(engine, question)
+            for variant in those:
+                yield self._try(engine, asked, variant)
 
-    def _leave_variants(self, question: Question) -> None:
+    def _engine_behind(self, behind: str) -> CacheCraftEngine:
+        config = self._engine.config
+        if behind in ("", config.encode.behind):
+            return self._engine
+        if behind not in self._others:
+            encode = config.encode.model_copy(update={"behind": behind})
+            config = config.model_copy(update={"encode": encode, "calibration": None})
+            self._others[behind] = CacheCraftEngine(self._engine.model, self._engine.tokenizer, config)
+        return self._others[behind]
+
+    def _leave_variants(self, engine: CacheCraftEngine, question: Question) -> None:
         """Answer two prompts that share the chunks between them, so that KV with recorded attention is left."""
-        self._engine.invalidate(namespace=self._namespace)
+        engine.invalidate(namespace=self._namespace)
         chunks = list(question.chunks)
         random.Random(question.id).shuffle(chunks)
         recompute = RecomputeConfig(policy="inter_attention")
         for half in (chunks[::2], chunks[1::2]):
             if half:
                 prompt = replace(question, chunks=tuple(half)).prompt(self._instruction)
-                self._engine.generate(prompt, recompute=recompute, namespace=self._namespace, max_new_tokens=1)
+                engine.generate(prompt, recompute=recompute, namespace=self._namespace, max_new_tokens=1)
 
-    def _try(self, asked: _Asked, variant: Variant) -> Outcome:
+    def _try(self, engine: CacheCraftEngine, asked: _Asked, variant: Variant) -> Outcome:
         recompute, charge = variant.recompute, None
         namespace = self._namespace if recompute.policy == BY_CFO else None
         if variant.charged is not None:
-            charge = charge_for(self._engine, asked.prompt, recompute, variant.charged, namespace)
+            charge = charge_for(engine, asked.prompt, recompute, variant.charged, namespace)
             recompute = charge.recompute
         if not variant.with_answer:
-            scored = score(self._engine, asked.prompt, asked.scored_ids, recompute=recompute, namespace=namespace)
+            scored = score(engine, asked.prompt, asked.scored_ids, recompute=recompute, namespace=namespace)
             return asked.outcome(variant, charge, scored.logits, scored.stats, None)
         both = answer_and_score(
-            self._engine,
+            engine,
             asked.prompt,
             asked.scored_ids,
             max_new_tokens=self._max_new_tokens,
@@ -195,6 +231,10 @@ class Evaluator:
             namespace=namespace,
         )
         return asked.outcome(variant, charge, both.logits, both.answer.stats, both.answer)
+
+
+def _behind(variant: Variant) -> str:
+    return variant.behind or ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +292,7 @@ class _Asked:
 def variants(
     policies: Sequence[str], amounts: Sequence[float], *, charged: bool = True, with_answer: bool = True
 ) -> list[Variant]:
-    """Every policy with every amount; those of ``PUBLISHED`` as they were published, without our offset.
+    """Every policy with every amount; those of ``PUBLISHED`` as they were published: no offset, no averaged KV.
 
     Args:
         policies: Names of selection policies; each is its own label.
@@ -281,5 +321,6 @@ def variants(
             settings |= {} if charged else {"ratio": amount}
             settings |= {"offset": 0.0} if policy in PUBLISHED else {}
             recompute = RecomputeConfig.model_validate(settings)
-            made.append(Variant(policy, recompute, amount if charged else None, with_answer))
+            behind = PUBLISHED_BEHIND if policy in PUBLISHED else None
+            made.append(Variant(policy, recompute, amount if charged else None, with_answer, behind))
     return made
