@@ -1,9 +1,9 @@
-"""The token loop: one row of the model per token, appended to the prompt's KV in place."""
+"""Token by token: one row of the model each, appended to the prompt's KV in place."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -17,25 +17,39 @@ NextLogits = Callable[[int], torch.Tensor]
 """Appends one token and returns the logits after it, ``[vocab_size]`` float32."""
 
 
-def decode(
-    logits: torch.Tensor, next_logits: NextLogits, sampler: Sampler, eos_ids: Set[int], max_new_tokens: int
-) -> Iterator[int]:
-    """Yield the ids of an answer; an end-of-sequence token ends it and is not part of it.
+class TokenLoop:
+    """The tokens of one answer: an end-of-sequence token ends it and is not part of it.
 
     Args:
-        logits: Logits of the prompt's last token, ``[vocab_size]`` float32.
-        next_logits: Runs the model on the token just drawn.
         sampler: Draws the tokens.
         eos_ids: Ids that end the answer.
         max_new_tokens: Largest number of tokens.
+
+    Attributes:
+        token_ids: The tokens so far.
+        is_complete: Whether there is nothing more to draw.
     """
-    for count in range(1, max_new_tokens + 1):
-        token_id = sampler.draw(logits)
-        if token_id in eos_ids:
-            return
-        yield token_id
-        if count < max_new_tokens:
-            logits = next_logits(token_id)
+
+    def __init__(self, sampler: Sampler, eos_ids: Set[int], max_new_tokens: int) -> None:
+        self._sampler, self._eos_ids, self._max_new_tokens = sampler, eos_ids, max_new_tokens
+        self.token_ids: list[int] = []
+        self.is_complete = max_new_tokens == 0
+
+    def draw(self, logits: torch.Tensor, likeliest: int | None = None) -> int | None:
+        """The next token; ``None`` when it ends the answer.
+
+        Args:
+            logits: Logits of the last token, ``[vocab_size]`` float32.
+            likeliest: The token of the highest logit, where that is known already.
+        """
+        is_known = likeliest is not None and self._sampler.takes_likeliest
+        token_id = likeliest if likeliest is not None and is_known else self._sampler.draw(logits)
+        if token_id in self._eos_ids:
+            self.is_complete = True
+            return None
+        self.token_ids.append(token_id)
+        self.is_complete = len(self.token_ids) == self._max_new_tokens
+        return token_id
 
 
 def buffer_decoder(adapter: ModelAdapter, kv: PromptKV, observe: AttentionObserver | None = None) -> NextLogits:

@@ -5,16 +5,17 @@ Orchestrates and computes nothing itself. It knows chunks and prompts, and neith
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
-from cachecraft_rag.answer import answer
 from cachecraft_rag.capability import probe
 from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig
 from cachecraft_rag.decode import end_of_sequence_ids
+from cachecraft_rag.in_flight import requests_in_flight
 from cachecraft_rag.intake import Intake
 from cachecraft_rag.library import ChunkLibrary, as_texts
 from cachecraft_rag.model_adapter import ModelAdapter
@@ -23,8 +24,12 @@ from cachecraft_rag.model_state import ModelState
 from cachecraft_rag.prefiller import Prefiller
 from cachecraft_rag.prompt import PromptEncoder, RagPrompt
 from cachecraft_rag.quality import Quality
+from cachecraft_rag.refinement import Refinement
 from cachecraft_rag.request import Request
 from cachecraft_rag.result import AnswerStream, GenerationResult
+from cachecraft_rag.scheduler import Scheduler
+from cachecraft_rag.similar import Embed, SimilarQuestions
+from cachecraft_rag.step_runner import StepRunner
 from cachecraft_rag.store import ChunkStore
 from cachecraft_rag.store.build import open_store
 from cachecraft_rag.verify import VerifyReport, verify
@@ -38,21 +43,32 @@ class CacheCraftEngine:
         tokenizer: Its tokenizer.
         config: Settings.
         store: Where chunk KV is kept; ``None`` makes the tiers of ``config.store``.
+        embed: Sentence embeddings for ``config.similar_questions``: texts to vectors, ``[num_texts, dim]``, such as
+            LlamaIndex's ``embed_model.get_text_embedding_batch`` or LangChain's ``embeddings.embed_documents``.
 
     Attributes:
         library: The chunks: texts that are looked for in prompts, and their KV.
         prompts: Renders and tokenises prompts.
         intake: Makes requests of prompts.
+        refinement: Computes while no request runs what comes again; ``None`` unless ``config.refine`` enables it.
         context_window: Largest prompt plus answer in tokens; ``None`` without a limit.
         fallback_reason: Why this model can't reuse chunks at all; ``None`` when it can.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, config: EngineConfig | None = None, store: ChunkStore | None = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: EngineConfig | None = None,
+        store: ChunkStore | None = None,
+        *,
+        embed: Embed | None = None,
     ) -> None:
         if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError(f"model: {type(model).__name__} is an encoder-decoder; give a causal language model")
         self.config = config or EngineConfig()
+        if self.config.similar_questions.enabled and embed is None:
+            raise ValueError("embed: None, but similar_questions is enabled; give a function from texts to vectors")
         self.model = model.eval()
         self.prompts = PromptEncoder(tokenizer)
         self._adapter = ModelAdapter(model)
@@ -61,11 +77,28 @@ class CacheCraftEngine:
         self.fallback_reason = self._capability.reason
         store = store if store is not None else open_store(self.config.store, self._adapter.device)
         self.library = ChunkLibrary(self._adapter, self._state, self.prompts, self.config, store)
+        if embed is not None and self.config.similar_questions.enabled:
+            self.library.questions = SimilarQuestions(embed, self.config.similar_questions)
         self.context_window = self.config.context_window or context_window(self._adapter.config, tokenizer)
         quality = Quality(self.config, self._state)
         self.intake = Intake(self.prompts, self.library, self.config, quality, self.context_window)
         self._prefiller = Prefiller(self._adapter, self._state, self._capability, self.library, self.config)
-        self._eos_ids = end_of_sequence_ids(model, tokenizer)
+        self._in_flight = requests_in_flight(self._adapter.model)
+        self.refinement: Refinement | None = None
+        if self.config.refine.enabled:
+            what = (self._adapter, self._state, self._capability, self.library)
+            self.refinement = Refinement(*what, self._in_flight, self.config.refine)
+        runner = StepRunner(
+            self._adapter,
+            self._prefiller,
+            partial(self.prompts.decode, skip_special_tokens=True),
+            end_of_sequence_ids(model, tokenizer),
+            self.config.scheduler,
+            one_by_one=self.fallback_reason is not None,
+            in_flight=self._in_flight,
+            refinement=self.refinement,
+        )
+        self._scheduler = Scheduler(runner, self.config.scheduler.max_waiting)
         self._is_closed = False
         if self.fallback_reason is not None:
             self._prefiller.warn(self.fallback_reason)
@@ -79,6 +112,7 @@ class CacheCraftEngine:
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         store: ChunkStore | None = None,
+        embed: Embed | None = None,
     ) -> CacheCraftEngine:
         """Load a model by name.
 
@@ -88,12 +122,13 @@ class CacheCraftEngine:
             dtype: A torch dtype or its name; ``"auto"`` takes the checkpoint's.
             device: Where to run; ``None`` takes the first GPU, else the CPU.
             store: Where chunk KV is kept; ``None`` makes the tiers of ``config.store``.
+            embed: Sentence embeddings for ``config.similar_questions``: texts to vectors, ``[num_texts, dim]``.
 
         Raises:
             ValueError: There is no such model, or it lacks a tokenizer.
         """
         model, tokenizer = load(name, dtype, device)
-        return cls(model, tokenizer, config, store)
+        return cls(model, tokenizer, config, store, embed=embed)
 
     @property
     def tokenizer(self) -> Any:
@@ -122,26 +157,29 @@ class CacheCraftEngine:
         reuse: bool = True,
         recompute: RecomputeConfig | None = None,
         namespace: str | None = None,
+        timeout_s: float | None = None,
         **sampling: Any,
     ) -> GenerationResult:
-        """Answer a prompt.
+        """Answer a prompt. Called from several threads, prompts are decoded together.
 
         Args:
             prompt: The prompt.
             reuse: ``False`` prefills the same ids in the ordinary way: the reference.
             recompute: Policy, and ratio or target, for this request; ``None`` takes the engine's.
             namespace: Whose chunks are reused and stored; ``None`` takes the engine's.
+            timeout_s: Seconds from now after which the answer is given up; ``None`` for no limit.
             **sampling: Fields of ``SamplingConfig``: max_new_tokens, temperature, top_p, top_k, repetition_penalty,
                 seed, stop.
 
         Raises:
             PromptTooLongError: The prompt fills the context window.
+            EngineBusyError: So many requests wait that another one is not taken in.
+            DeadlineExceededError: ``timeout_s`` was over.
+            RuntimeError: The engine was closed.
             ValueError: A sampling field has a value that is not allowed, or nothing is calibrated for the target.
         """
-        stream = self.stream(prompt, reuse=reuse, recompute=recompute, namespace=namespace, **sampling)
-        for _ in stream:
-            continue
-        return stream.result
+        request = self._request(prompt, recompute, namespace, timeout_s, sampling)
+        return self._scheduler.answer_all([request], reuse, timeout_s)[0]
 
     def stream(
         self,
@@ -150,21 +188,33 @@ class CacheCraftEngine:
         reuse: bool = True,
         recompute: RecomputeConfig | None = None,
         namespace: str | None = None,
+        timeout_s: float | None = None,
         **sampling: Any,
     ) -> AnswerStream:
         """Answer a prompt piece by piece; arguments and errors as in ``generate``.
 
-        Errors in the arguments are raised here, errors during generation where the deltas are taken.
+        Errors in the arguments are raised here, errors during generation where the deltas are taken. The request gets
+        into line when the first one is.
         """
-        if self._is_closed:
-            raise RuntimeError("this engine is closed; make a new one")
-        settings = SamplingConfig.of(self.config.max_new_tokens, sampling)
-        request = self.intake.take(prompt, settings, recompute, namespace)
-        return AnswerStream(self._answer(request, reuse))
+        request = self._request(prompt, recompute, namespace, timeout_s, sampling)
+        return AnswerStream(self._scheduler.stream(request, reuse, timeout_s))
 
-    def generate_batch(self, prompts: Sequence[RagPrompt], **options: Any) -> list[GenerationResult]:
-        """Answer several prompts, one after another; results in the same order. Options as in ``generate``."""
-        return [self.generate(prompt, **options) for prompt in prompts]
+    def generate_batch(
+        self,
+        prompts: Sequence[RagPrompt],
+        *,
+        reuse: bool = True,
+        recompute: RecomputeConfig | None = None,
+        namespace: str | None = None,
+        timeout_s: float | None = None,
+        **sampling: Any,
+    ) -> list[GenerationResult]:
+        """Answer several prompts, decoded together; results in the same order. Arguments and errors as in ``generate``.
+
+        An error in a prompt is raised before anything is computed; when an answer fails, the others are given up.
+        """
+        requests = [self._request(prompt, recompute, namespace, timeout_s, sampling) for prompt in prompts]
+        return self._scheduler.answer_all(requests, reuse, timeout_s)
 
     def warm(
         self,
@@ -193,7 +243,12 @@ class CacheCraftEngine:
         if reason is not None:
             self._prefiller.warn(reason)
             return 0
-        return self.library.warm(texts, namespace, show_progress, static)
+        with self._in_flight:
+            return self.library.warm(texts, namespace, show_progress, static)
+
+    def is_stored(self, texts: Iterable[str], namespace: str | None = None) -> list[bool]:
+        """Whether KV of each chunk text is stored, in any tier and made behind whatever; loads nothing."""
+        return self.library.is_stored(as_texts(texts), self.intake.namespace(namespace))
 
     def prefetch(self, texts: Iterable[str], namespace: str | None = None) -> int:
         """Begin to load the KV of chunks from disk or remote into memory, while the user still types.
@@ -206,6 +261,20 @@ class CacheCraftEngine:
             How many entries are on their way; it does not wait for them.
         """
         return self.library.prefetch(as_texts(texts), self.intake.namespace(namespace))
+
+    def prefetch_similar(self, question: str, namespace: str | None = None) -> int:
+        """Begin to load the chunks that the most similar earlier question had, while the retriever still searches.
+
+        Args:
+            question: The new question, as it will stand in ``RagPrompt.question``.
+            namespace: Whose questions; ``None`` takes the engine's.
+
+        Returns:
+            How many entries are on their way; 0 where no question is similar enough, or ``config.similar_questions``
+            is off.
+        """
+        questions, namespace = self.library.questions, self.intake.namespace(namespace)
+        return 0 if questions is None else self.library.prefetch_chunks(questions.chunks_of(question, namespace))
 
     def register(self, texts: Iterable[str], namespace: str | None = None, document_id: str | None = None) -> int:
         """Look for these chunk texts, perhaps of one document, in later prompts; returns how many are new."""
@@ -230,9 +299,10 @@ class CacheCraftEngine:
             How many stored entries were dropped.
         """
         namespace = self.intake.namespace(namespace)
-        if texts is None and document_ids is None:
-            return self.library.clear(namespace)
-        return self.library.invalidate(as_texts(texts or ()), as_texts(document_ids or ()), namespace)
+        with nullcontext() if self.refinement is None else self.refinement.forgetting(namespace):
+            if texts is None and document_ids is None:
+                return self.library.clear(namespace)
+            return self.library.invalidate(as_texts(texts or ()), as_texts(document_ids or ()), namespace)
 
     def verify(self) -> VerifyReport:
         """Measure the identities that reuse rests on.
@@ -243,9 +313,12 @@ class CacheCraftEngine:
         return verify(self._adapter, self._capability, type(self.model).__name__)
 
     def close(self) -> None:
-        """Release the stored KV; the engine can't answer afterwards. Closing twice is harmless."""
+        """End the requests that run with an error, and release the stored KV. Closing twice is harmless."""
         if not self._is_closed:
             self._is_closed = True
+            self._scheduler.close()
+            if self.refinement is not None:
+                self.refinement.close()
             self.library.close()
 
     def __enter__(self) -> CacheCraftEngine:
@@ -258,12 +331,17 @@ class CacheCraftEngine:
         """Fill in what a request knows before its first token: logits, decoding step, figures."""
         self._prefiller.run(request, reuse)
 
-    def _answer(self, request: Request, reuse: bool) -> Generator[str, None, GenerationResult]:
-        to_text = partial(self.prompts.decode, skip_special_tokens=True)
-        try:
-            self.prefill(request, reuse)
-            text, token_ids, finish_reason = yield from answer(request, to_text, self._eos_ids)
-        finally:
-            self._prefiller.settle(request)
-        self._prefiller.learn(request)
-        return GenerationResult(text, token_ids, request.stats(), finish_reason)
+    def _request(
+        self,
+        prompt: RagPrompt,
+        recompute: RecomputeConfig | None,
+        namespace: str | None,
+        timeout_s: float | None,
+        sampling: dict[str, Any],
+    ) -> Request:
+        if self._is_closed:
+            raise RuntimeError("this engine is closed; make a new one")
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s: {timeout_s!r} is not above 0; give seconds, or None for no limit")
+        settings = SamplingConfig.of(self.config.max_new_tokens, sampling)
+        return self.intake.take(prompt, settings, recompute, namespace)

@@ -21,6 +21,7 @@ from cachecraft_rag.quality import Goal, residuals
 from cachecraft_rag.rope import RopeSpec
 from cachecraft_rag.selection import ScoringPolicy, SelectionContext, SelectionPolicy
 from cachecraft_rag.selection.base import top_candidates
+from cachecraft_rag.similar import Hint
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,9 @@ class PrefillResult:
         residual: What the scores of the tokens left as they are add up to; ``None`` where the policy gave no scores.
         predicted_divergence: What the calibration makes of it; ``None`` without one.
         selected: Positions of the chunk tokens that were computed again, ``[num_selected]`` int64, increasing.
+        scores: What the policy gave the tokens of every chunk, ``[num_tokens]`` float32 each, ``None`` for a chunk
+            without tokens to choose from; empty where nothing was scored.
+        is_hinted: Whether an earlier question's scores were used.
         token_layers: Tokens times layers that were computed, selection passes included.
         select_s: Seconds spent on choosing tokens, without those spent on loading.
         prefill_s: Seconds of the main forward pass, likewise.
@@ -46,6 +50,8 @@ class PrefillResult:
     residual: float | None
     predicted_divergence: float | None
     selected: torch.Tensor
+    scores: tuple[torch.Tensor | None, ...]
+    is_hinted: bool
     token_layers: int
     select_s: float
     prefill_s: float
@@ -65,6 +71,7 @@ def selective_prefill(
     offset: float = 0.0,
     earlier: Sequence[torch.Tensor | None] | None = None,
     deviation: DeviationModel | None = None,
+    hint: Hint | None = None,
 ) -> PrefillResult:
     """Choose the tokens to recompute and compute them with all free tokens in one forward pass.
 
@@ -83,11 +90,12 @@ def selective_prefill(
         earlier: Share of earlier answers' attention that each token of every chunk got, ``[num_tokens]`` float32 where
             one has read the chunk.
         deviation: Predicts how far stored values are off.
+        hint: What a similar question found out; used by policies that score tokens.
     """
     started, filled = time.perf_counter(), kv.fill_s
     passes = _Passes(adapter, plan, token_ids, kv)
     context = partial(_selection_context, plan, chunk_kvs, adapter.num_layers, seed, passes, earlier, deviation)
-    choice = _choose(plan, policy, goal, context)
+    choice = _choose(plan, policy, goal, context, hint)
     select_s = time.perf_counter() - started - (kv.fill_s - filled)
     if choice.refusal is not None:
         return PrefillResult(None, *choice, passes.token_layers, select_s, 0.0)
@@ -115,6 +123,8 @@ class _Choice(NamedTuple):
     residual: float | None
     predicted_divergence: float | None
     selected: torch.Tensor
+    scores: tuple[torch.Tensor | None, ...] = ()
+    is_hinted: bool = False
 
 
 def _choose(
@@ -122,6 +132,7 @@ def _choose(
     policy: SelectionPolicy,
     goal: Goal | None,
     make_context: Callable[[torch.Tensor], SelectionContext],
+    hint: Hint | None,
 ) -> _Choice:
     candidates = _candidates(plan)
     num_candidates = candidates.numel()
@@ -134,18 +145,45 @@ def _choose(
     context = make_context(candidates)
     if not isinstance(policy, ScoringPolicy):
         return _Choice(plan, None, None, None, candidates[policy.select(context)])
-    scores = policy.scores(context)
+    scores, own = _scores(policy, context, hint)
+    found = () if own is None else _by_chunk(plan, context, own), hint is not None
     left = residuals(scores)
     if goal is not None and target is not None:
         budget = goal.budget(left)
         if budget is None:
             least = goal.calibration.predict(float(left[goal.largest_budget(left)]))
             refusal = f"predicted divergence {least:.4g} above the target {target:.4g}"
-            return _Choice(plan.with_budget(num_candidates), refusal, 0.0, 0.0, candidates[:0])
+            return _Choice(plan.with_budget(num_candidates), refusal, 0.0, 0.0, candidates[:0], *found)
         plan = plan.with_budget(budget)
     residual = float(left[plan.budget])
     predicted = None if goal is None else goal.calibration.predict(residual)
-    return _Choice(plan, None, residual, predicted, candidates[top_candidates(scores, plan.budget)])
+    return _Choice(plan, None, residual, predicted, candidates[top_candidates(scores, plan.budget)], *found)
+
+
+def _scores(
+    policy: ScoringPolicy, context: SelectionContext, hint: Hint | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scores of the candidates to go by, and those of the policy itself, ``None`` where an earlier question's do."""
+    if hint is None:
+        scores = policy.scores(context)
+        return scores, scores
+    earlier, known = hint.over(context.chunk_index, context.offset_in_chunk)
+    if hint.may_replace and bool(known.all()):
+        return earlier, None
+    own = policy.scores(context)
+    mean = (own.cpu() + hint.weight * earlier) / (1.0 + hint.weight)
+    return torch.where(known, mean, own.cpu()), own
+
+
+def _by_chunk(plan: RequestPlan, context: SelectionContext, scores: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Scores of the candidates as those of whole chunks; 0 for the prompt's last token, which is no candidate."""
+    by_chunk: list[torch.Tensor | None] = []
+    for index, chunk in enumerate(plan.chunks):
+        inside = context.chunk_index == index
+        whole = torch.zeros(chunk.end - chunk.start)
+        whole[context.offset_in_chunk[inside]] = scores.cpu()[inside]
+        by_chunk.append(whole if bool(inside.any()) else None)
+    return tuple(by_chunk)
 
 
 class _Passes:

@@ -22,6 +22,7 @@ from cachecraft_rag.prompt import EncodedPrompt
 from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.quality import Goal
 from cachecraft_rag.request_chunk import RequestChunk
+from cachecraft_rag.similar import AskedQuestion
 from cachecraft_rag.stats import RequestStats
 
 
@@ -37,6 +38,8 @@ class Request:
         started: ``time.perf_counter()`` at the call.
         goal: How its ratio is chosen and its divergence predicted; ``None`` for the ratio of ``recompute``.
         deviation: Predicts deviations, where the policy asks for that.
+        question: The user's question, where the prompt names it.
+        asked: The same with what is known from similar ones, where these are looked for.
         figures: Fields of ``RequestStats`` as they become known.
         chunks: The chunks, when they are reused.
         plan: What happens to them.
@@ -54,6 +57,8 @@ class Request:
     started: float
     goal: Goal | None = None
     deviation: DeviationModel | None = None
+    question: str = ""
+    asked: AskedQuestion | None = None
     figures: dict[str, Any] = field(default_factory=dict)
     chunks: list[RequestChunk] = field(default_factory=list)
     plan: RequestPlan | None = None

@@ -48,6 +48,11 @@ class Sampler:
         else:
             self._generator.manual_seed(config.seed)
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether every token is the one of the highest logit, whatever came before."""
+        return self._is_greedy and not self._needs_history
+
     @torch.inference_mode()
     def draw(self, logits: torch.Tensor) -> int:
         """The next token.
@@ -55,6 +60,8 @@ class Sampler:
         Args:
             logits: ``[vocab_size]`` float32.
         """
+        if self.takes_likeliest:
+            return int(logits.argmax())
         history: Any = torch.tensor([self._history], dtype=torch.long, device=logits.device)
         scores = self._processors(history, logits[None].clone())[0]
         if self._is_greedy:

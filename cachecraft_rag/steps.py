@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Generic, Protocol, TypeVar
+
+from cachecraft_rag.cancellation import Cancellation
+from cachecraft_rag.errors import RequestCancelledError
+
+# An event loop's own has a handful of threads on a small machine, and so many answers at once would be all there are.
+_workers = ThreadPoolExecutor(max_workers=256, thread_name_prefix="cachecraft-step")
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -23,9 +32,9 @@ class ClosableIterator(Protocol[T_co]):
 class Steps(Generic[T]):
     """Takes the items of an iterator in worker threads, one at a time.
 
-    An iterator can't be closed while it runs. A step that is under way when ``close`` is called (the task was
-    cancelled) therefore runs to its end, at most the prefill or one piece of text, and closes the iterator itself;
-    nobody waits for it.
+    An iterator can't be closed while it runs. When ``close`` is called (the task was cancelled) the engine's requests
+    that began in a step are cancelled: one in line leaves it, one that is decoded ends before its next token. The step
+    that is under way closes the iterator itself at its end; nobody waits for it.
 
     Args:
         items: The iterator; its items must not be ``None``.
@@ -34,19 +43,21 @@ class Steps(Generic[T]):
     def __init__(self, items: ClosableIterator[T]) -> None:
         self._items = items
         self._lock = threading.Lock()
+        self._cancellation = Cancellation()
         self._is_closed = False
 
     async def take(self) -> T | None:
         """The next item; ``None`` after the last, and once closed."""
-        return await asyncio.to_thread(self._take)
+        return await _in_worker(self._take)
 
     async def take_last(self) -> T | None:
         """The last item; ``None`` when there was none."""
-        return await asyncio.to_thread(self._take_last)
+        return await _in_worker(self._take_last)
 
     def close(self) -> None:
         """End the iterator, now or when its current step ends. Never blocks; closing twice is harmless."""
         self._is_closed = True
+        self._cancellation.cancel()
         if self._lock.acquire(blocking=False):
             try:
                 self._items.close()
@@ -55,8 +66,12 @@ class Steps(Generic[T]):
 
     def _take(self) -> T | None:
         try:
-            with self._lock:
+            with self._lock, self._cancellation.active():
                 return None if self._is_closed else next(self._items, None)
+        except RequestCancelledError:
+            if not self._is_closed:
+                raise
+            return None
         finally:
             if self._is_closed:  # while the step ran
                 self.close()
@@ -66,3 +81,8 @@ class Steps(Generic[T]):
         while (item := self._take()) is not None:
             last = item
         return last
+
+
+async def _in_worker(step: Callable[[], T]) -> T:
+    """``asyncio.to_thread`` with threads of our own."""
+    return await asyncio.get_running_loop().run_in_executor(_workers, copy_context().run, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from cachecraft_rag.config import SamplingConfig
-from cachecraft_rag.decode import PlainDecoder, buffer_decoder, decode, end_of_sequence_ids
+from cachecraft_rag.decode import NextLogits, PlainDecoder, TokenLoop, buffer_decoder, end_of_sequence_ids
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.sampling import Sampler
 from tests.tiny_models import FULL_PREFILL, REUSED, make
@@ -22,6 +23,19 @@ NUM_TOKENS = 16
 
 def greedy() -> Sampler:
     return Sampler(SamplingConfig(), PROMPT, CPU)
+
+
+def decode(
+    logits: torch.Tensor, step: NextLogits, sampler: Sampler, eos_ids: Set[int], max_new_tokens: int
+) -> Iterator[int]:
+    """The tokens of an answer, one row of the model each."""
+    loop = TokenLoop(sampler, eos_ids, max_new_tokens)
+    while not loop.is_complete:
+        token_id = loop.draw(logits)
+        if token_id is not None:
+            yield token_id
+            if not loop.is_complete:
+                logits = step(token_id)
 
 
 @cache
@@ -158,6 +172,13 @@ def test_the_answer_is_never_longer_than_the_limit(limit: int) -> None:
     step = Countdown()
     assert list(decode(step.logits(6), step, greedy(), set(), limit)) == [6, 5, 4, 3][:limit]
     assert len(step.seen) == limit - 1  # the model does not run for a token that nobody asked for
+
+
+def test_a_token_that_is_known_is_taken_where_only_the_likeliest_counts() -> None:
+    logits = torch.eye(10)[6]
+    assert TokenLoop(greedy(), set(), 5).draw(logits, likeliest=3) == 3
+    penalty = Sampler(SamplingConfig(repetition_penalty=1.5), PROMPT, CPU)
+    assert TokenLoop(penalty, set(), 5).draw(logits, likeliest=3) == 6
 
 
 def test_a_limit_of_nothing_gives_nothing() -> None:

@@ -26,6 +26,7 @@ from cachecraft_rag import (
     UnsupportedModelError,
 )
 from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.decode import end_of_sequence_ids
 from cachecraft_rag.keys import ChunkKey, tensor_bytes
 from cachecraft_rag.selection import POLICIES
 from tests.conftest import EngineMaker, passage, prefill_logits, rag_prompt
@@ -464,7 +465,8 @@ class TestFullPrefill:
         ids = torch.tensor([engine.prompts.encode(rag_prompt(1, 2)).token_ids])
         with torch.inference_mode():
             expected = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
-        assert list(results[0].token_ids) == [t for t in expected if t not in engine._eos_ids]
+        eos_ids = end_of_sequence_ids(model, engine.tokenizer)
+        assert list(results[0].token_ids) == [token for token in expected if token not in eos_ids]
         with pytest.raises(UnsupportedModelError):
             engine.verify()
 

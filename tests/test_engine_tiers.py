@@ -127,7 +127,7 @@ def test_pins_are_gone_after_an_answer_and_after_an_error(tmp_path: Path, monkey
             held.append(engine.store.pin_count(key))
             raise RuntimeError("no memory")
 
-        monkeypatch.setattr("cachecraft_rag.engine.assemble", fail)
+        monkeypatch.setattr("cachecraft_rag.prefiller.assemble", fail)
         with pytest.raises(RuntimeError, match="no memory"):
             engine.generate(rag_prompt(1))
         assert held == [1]

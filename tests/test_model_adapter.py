@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from cachecraft_rag.model_adapter import ATTENTION_NAME, ModelAdapter
+from cachecraft_rag.model_adapter import ModelAdapter
+from cachecraft_rag.model_attention import ATTENTION_NAME
 from tests.tiny_models import REUSED, make
 
 NUM_TOKENS = 60
@@ -108,3 +109,62 @@ def test_passes_of_two_threads_do_not_mix() -> None:
         thread.join()
     for n, reference in zip((20, 60), expected, strict=True):
         assert all(torch.allclose(logits, reference, atol=1e-4) for logits in found[n])
+
+
+LENGTHS = (60, 9, 31)
+
+
+@pytest.mark.parametrize("name", sorted(REUSED))
+def test_rows_of_several_prompts_in_one_pass_equal_one_after_the_other(name: str) -> None:
+    adapter = ModelAdapter(make(name))
+    single, batch = ([adapter.new_kv(n + 3) for n in LENGTHS] for _ in range(2))
+    for kvs in (single, batch):
+        for n, kv in zip(LENGTHS, kvs, strict=True):
+            adapter.forward_plain(IDS[:n], kv)
+    for token_ids in ((7, 8, 9), (30, 31, 32), (400, 4, 44)):
+        expected = [
+            adapter.forward_rows(torch.tensor([token_id]), torch.tensor([kv.length]), kv)
+            for token_id, kv in zip(token_ids, single, strict=True)
+        ]
+        found = adapter.forward_batch(token_ids, batch, [None] * 3)
+        assert torch.allclose(found, torch.stack(expected), atol=1e-4)
+        assert [int(row.argmax()) for row in found] == [int(row.argmax()) for row in expected]
+    assert [kv.length for kv in batch] == [n + 3 for n in LENGTHS]
+    for found_kv, expected_kv in zip(batch, single, strict=True):
+        assert torch.allclose(found_kv.keys, expected_kv.keys, atol=1e-4)
+        assert torch.allclose(found_kv.values, expected_kv.values, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_model_with_its_own_attention_computes_batches_with_it(name: str) -> None:
+    model = make(name)
+    model.set_attn_implementation("eager")
+    adapter = ModelAdapter(model)
+    single, batch = ([adapter.new_kv(n + 1) for n in LENGTHS] for _ in range(2))
+    for kvs in (single, batch):
+        for n, kv in zip(LENGTHS, kvs, strict=True):
+            adapter.forward_plain(IDS[:n], kv)
+    expected = [adapter.forward_rows(IDS[:1], torch.tensor([kv.length]), kv) for kv in single]
+    found = adapter.forward_batch([int(IDS[0])] * 3, batch, [None] * 3)
+    assert torch.allclose(found, torch.stack(expected), atol=1e-4)
+
+
+def test_every_row_of_a_batch_is_observed_by_its_own() -> None:
+    adapter = ModelAdapter(make("mistral-window"))
+    kvs = [adapter.new_kv(n + 1) for n in LENGTHS]
+    for n, kv in zip(LENGTHS, kvs, strict=True):
+        adapter.forward_plain(IDS[:n], kv)
+    seen: list[tuple[int, int]] = []
+
+    def observe(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, *options: object) -> None:
+        seen.append((int(positions), key.shape[2]))
+
+    adapter.forward_batch([5, 6, 7], kvs, [None, observe, None])
+    assert seen == [(9, 10)] * adapter.num_layers
+
+
+def test_the_size_of_a_buffer_is_known_before_it_is_made() -> None:
+    adapter = ModelAdapter(make("llama"))
+    assert adapter.kv_bytes(100) == 0  # nothing is known yet
+    kv = adapter.new_kv(100)
+    assert adapter.kv_bytes(100) == kv.keys.nbytes + kv.values.nbytes

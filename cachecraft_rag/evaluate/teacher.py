@@ -160,8 +160,7 @@ def _prefilled(
 def _answer(engine: CacheCraftEngine, request: Request) -> Generator[str, None, GenerationResult]:
     to_text = partial(engine.prompts.decode, skip_special_tokens=True)
     eos_ids = end_of_sequence_ids(engine.model, engine.tokenizer)
-    text, token_ids, finish_reason = yield from answer(request, to_text, eos_ids)
-    return GenerationResult(text, token_ids, request.stats(), finish_reason)
+    return (yield from answer(request, to_text, eos_ids))
 
 
 def _forced_logits(engine: CacheCraftEngine, request: Request, token_ids: Sequence[int]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -73,6 +73,14 @@ async def answer_by_stream(chat: ChatCacheCraft) -> str:
     return "".join([chunk.text async for chunk in chat.astream(QUESTION)])
 
 
+async def eventually(condition: Callable[[], bool]) -> None:
+    for _ in range(WAIT_S * 100):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came to that")
+
+
 ways = pytest.mark.parametrize("answer", [answer_by_invoke, answer_by_stream], ids=["ainvoke", "astream"])
 
 
@@ -107,8 +115,8 @@ async def test_a_call_cancelled_during_prefill_stops_generating(
         await task  # at once, although the prefill still waits
     assert not store.gate.is_set()
     store.gate.set()
-    await asyncio.get_running_loop().shutdown_default_executor()
     (stream,) = engine.streams
+    await eventually(lambda: not stream._deltas.gi_running)
     assert was_ended_early(stream)
 
 
@@ -151,6 +159,42 @@ async def test_many_answers_at_once_equal_single_ones(chat: ChatCacheCraft, stor
     expected = [chat.invoke(question).text for question in questions]
     answers = await asyncio.gather(*(chat.ainvoke(question) for question in questions))
     assert [found.text for found in answers] == expected
+
+
+async def test_calls_at_the_same_time_are_decoded_together(
+    chat: ChatCacheCraft, engine: RecordingEngine, store: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    forward_batch = engine._adapter.forward_batch
+
+    def counting(token_ids: Any, *others: Any) -> Any:
+        sizes.append(len(token_ids))
+        return forward_batch(token_ids, *others)
+
+    monkeypatch.setattr(engine._adapter, "forward_batch", counting)
+    calls = asyncio.gather(*(chat.ainvoke(f"{passage(1)}\n\nQuestion {number}?") for number in range(3)))
+    await asyncio.to_thread(store.entered.wait, WAIT_S)
+    await eventually(lambda: len(engine._scheduler._runner.open) == 3)
+    store.gate.set()
+    await calls
+    assert max(sizes) == 3
+
+
+async def test_a_call_cancelled_in_line_leaves_it_at_once(
+    chat: ChatCacheCraft, engine: RecordingEngine, store: GatedStore
+) -> None:
+    first = asyncio.create_task(chat.ainvoke(QUESTION))
+    await asyncio.to_thread(store.entered.wait, WAIT_S)
+    second = asyncio.create_task(chat.ainvoke(QUESTION))
+    await eventually(lambda: len(engine._scheduler._runner.open) == 2)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    store.gate.set()
+    assert (await first).text
+    await eventually(lambda: not engine._scheduler._runner.open)
+    with pytest.raises(RuntimeError, match="no result"):
+        _ = engine.streams[1].result
 
 
 async def test_errors_reach_the_caller(chat: ChatCacheCraft) -> None:
