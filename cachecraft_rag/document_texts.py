@@ -19,24 +19,31 @@ class DocumentTexts:
 
     def __init__(self, max_texts: int) -> None:
         self._max_texts = max_texts
-        self._documents: OrderedDict[tuple[str, str], dict[str, bool]] = OrderedDict()  # and whether it is linked
+        # The documents of each text, and the chunks that are linked to them: every form of a text is its own chunk.
+        self._documents: OrderedDict[tuple[str, str], dict[str, frozenset[str]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def add(self, texts: Iterable[str], namespace: str, document: str) -> None:
         """Note that texts, stripped here, are of a document."""
         with self._lock:
             for text in texts:
-                self._documents.setdefault((namespace, text.strip()), {}).setdefault(document, False)
+                self._documents.setdefault((namespace, text.strip()), {}).setdefault(document, frozenset())
                 self._documents.move_to_end((namespace, text.strip()))
             while len(self._documents) > self._max_texts:
                 self._documents.popitem(last=False)
 
-    def to_link(self, text: str, namespace: str) -> list[str]:
-        """Documents of a text that this was not asked for before: each is to be linked now."""
+    def to_link(self, text: str, namespace: str, chunk: str) -> list[str]:
+        """Documents of a text that this was not asked for before with this chunk: each is to be linked to it now.
+
+        Args:
+            text: A text, stripped here.
+            namespace: Where it was registered.
+            chunk: ``ChunkKey.chunk`` of the text, or of a form of it.
+        """
         with self._lock:
             documents = self._documents.get((namespace, text.strip()), {})
-            unlinked = [document for document, is_linked in documents.items() if not is_linked]
-            documents.update(dict.fromkeys(unlinked, True))
+            unlinked = [document for document, linked in documents.items() if chunk not in linked]
+            documents.update({document: documents[document] | {chunk} for document in unlinked})
             return unlinked
 
     def take(self, namespace: str, document: str) -> list[str]:

@@ -69,7 +69,7 @@ class Intake:
         namespace, recompute = self.namespace(namespace), recompute or self._config.recompute
         goal, deviation = self.quality.goal(recompute), self.quality.deviation(recompute)
         self._library.register(prompt.chunks, namespace)
-        encoded = self._prompts.encode(prompt, self._library.registry, namespace)
+        encoded = self._prompts.encode(prompt, self._library.registry, namespace, self._library.auto_chunks)
         num_tokens = len(encoded.token_ids)
         if num_tokens == 0:
             raise ValueError("prompt: '' renders to no tokens; give a question, a chunk or a message")
@@ -78,4 +78,4 @@ class Intake:
                 raise PromptTooLongError(num_tokens, self._context_window)
             room = min(sampling.max_new_tokens, self._context_window - num_tokens)
             sampling = sampling.model_copy(update={"max_new_tokens": room})
-        return Request(encoded, sampling, recompute, namespace, started, goal, deviation)
+        return Request(encoded, sampling, recompute, namespace, started, goal, deviation, prompt.question)

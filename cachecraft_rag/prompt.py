@@ -6,11 +6,14 @@ of a chunk never depend on its neighbours, and decoding all ids gives back the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cachecraft_rag.auto_chunks import AutoChunks
 from cachecraft_rag.chat_template import ChatTemplate, Message
+from cachecraft_rag.piece_ids import tokens_of
+from cachecraft_rag.pieces import MIN_PIECE_CHARS, PieceSpan, Range, apart
 from cachecraft_rag.registry import ChunkRegistry, TextSpan
 from cachecraft_rag.segment_tokenizer import SegmentTokenizer
 
@@ -29,6 +32,8 @@ class RagPrompt:
         messages: Chat messages with ``role`` and ``content``, rendered by the chat template.
         text: Ready prompt text; no chat template is applied.
         tools: Tool descriptions for the chat template.
+        answer_start: What the answer begins with, put behind all that the chat template prints. The model continues
+            it, and results hold the continuation only.
     """
 
     system: str = ""
@@ -38,6 +43,7 @@ class RagPrompt:
     messages: tuple[Message, ...] | None = None
     text: str | None = None
     tools: tuple[Mapping[str, Any], ...] | None = None
+    answer_start: str = ""
 
     def __post_init__(self) -> None:
         chunks: Any = self.chunks
@@ -47,9 +53,11 @@ class RagPrompt:
         for index, chunk in enumerate(chunks):
             if not isinstance(chunk, str) or not chunk.strip():
                 raise ValueError(f"chunks[{index}]: {chunk!r} is not a text with at least one visible character")
-        for name in ("system", "question", "separator"):
+        for name in ("system", "question", "separator", "answer_start"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not a string")
+        if self.text is not None and self.answer_start:
+            raise ValueError(f"answer_start: {self.answer_start!r} beside text; put it at the end of the text")
         if self.messages is not None:
             object.__setattr__(self, "messages", tuple(self.messages))
             if not self.messages:
@@ -61,9 +69,11 @@ class RagPrompt:
         messages: Sequence[Message],
         chunks: Sequence[str] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
+        answer_start: str = "",
     ) -> RagPrompt:
         """A chat; chunks not named here are found through the registry."""
-        return cls(chunks=tuple(chunks), messages=tuple(messages), tools=None if tools is None else tuple(tools))
+        tools = None if tools is None else tuple(tools)
+        return cls(chunks=tuple(chunks), messages=tuple(messages), tools=tools, answer_start=answer_start)
 
     @classmethod
     def from_text(cls, text: str, chunks: Sequence[str] = ()) -> RagPrompt:
@@ -80,12 +90,35 @@ class RagPrompt:
 
 
 @dataclass(frozen=True)
+class PieceOf:
+    """What a piece is a piece of.
+
+    Attributes:
+        token_ids: Ids of the whole chunk.
+        start: Number of the piece's first token in it.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
 class ChunkSpan:
-    """Where a chunk stands in a prompt: token ids ``[start, end)``."""
+    """Where a chunk, or a piece of one, stands in a prompt: token ids ``[start, end)``.
+
+    Attributes:
+        start: Its first token.
+        end: The token behind its last.
+        text: Its text, as it stands there.
+        origins: The registered texts that this is a form or a piece of.
+        piece: What it is a piece of; ``None`` for a whole chunk.
+    """
 
     start: int
     end: int
     text: str
+    origins: tuple[str, ...] = ()
+    piece: PieceOf | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -138,17 +171,24 @@ class PromptEncoder:
         Raises:
             ValueError: The chat template refuses the messages.
         """
-        return prompt.text if prompt.text is not None else self._template.render(prompt.as_messages(), prompt.tools)
+        if prompt.text is not None:
+            return prompt.text
+        return self._template.render(prompt.as_messages(), prompt.tools) + prompt.answer_start
 
     def encode(
-        self, prompt: RagPrompt, registry: ChunkRegistry | None = None, namespace: str = "default"
+        self,
+        prompt: RagPrompt,
+        registry: ChunkRegistry | None = None,
+        namespace: str = "default",
+        auto_chunks: AutoChunks | None = None,
     ) -> EncodedPrompt:
         """Render a prompt, find its chunks and tokenise every segment alone.
 
         Args:
             prompt: The prompt; its own chunks are looked for first.
-            registry: Known chunk texts to look for in the rest.
+            registry: Known chunk texts to look for in the rest, whole ones and then pieces.
             namespace: Whose chunks.
+            auto_chunks: Finds in what is left the text that was seen before, and remembers the other.
         """
         text = self.render(prompt)
         adds_bos = prompt.text is not None or not self.has_chat_template
@@ -157,14 +197,20 @@ class PromptEncoder:
         ids: list[int] = list(bos)
         spans: list[ChunkSpan] = []
         cursor = 0
-        for span in self._find_chunks(prompt, text, registry, namespace):
-            ids += self.encode_text(text[cursor : span.start])
-            chunk = text[span.start : span.end]
-            chunk_ids = self.encode_chunk(chunk)
+        for span in self._find_chunks(prompt, text, registry, namespace, auto_chunks):
+            start, end, piece = span.start, span.end, None
+            if isinstance(span, PieceSpan):
+                tokens = tokens_of(span, self._segments)
+                if tokens is None:
+                    continue
+                start, end, piece = tokens.start, tokens.end, PieceOf(tokens.whole, tokens.first)
+            ids += self.encode_text(text[cursor:start])
+            chunk_ids = self.encode_chunk(text[start:end])
             if chunk_ids:
-                spans.append(ChunkSpan(len(ids), len(ids) + len(chunk_ids), chunk))
+                place = len(ids), len(ids) + len(chunk_ids)
+                spans.append(ChunkSpan(*place, text[start:end], span.origins, piece))
             ids += chunk_ids
-            cursor = span.end
+            cursor = end
         ids += self.encode_text(text[cursor:])
         return EncodedPrompt((bos_text if bos else "") + text, tuple(ids), tuple(spans))
 
@@ -175,11 +221,16 @@ class PromptEncoder:
         return self.encode_text(self._template.head() + instruction)
 
     def _find_chunks(
-        self, prompt: RagPrompt, text: str, registry: ChunkRegistry | None, namespace: str
-    ) -> list[TextSpan]:
-        """Named chunks, then registered ones, where they stand inside the contents of messages."""
+        self,
+        prompt: RagPrompt,
+        text: str,
+        registry: ChunkRegistry | None,
+        namespace: str,
+        auto_chunks: AutoChunks | None,
+    ) -> list[TextSpan | PieceSpan]:
+        """Named chunks, then registered ones and pieces of them, where they stand inside the contents of messages."""
         known = registry.find(text, namespace) if registry is not None else []
-        if not prompt.chunks and not known:
+        if not prompt.chunks and not known and (registry is None or len(text) < MIN_PIECE_CHARS):
             return []
         if prompt.text is not None:
             ranges = [(0, len(text))]
@@ -189,10 +240,19 @@ class PromptEncoder:
         if prompt.messages is None and prompt.text is None:  # made of parts: chunks begin the last message
             start, end = ranges[-1]
             named_in = [(max(start, end - len(prompt.as_messages()[-1]["content"])), end)]
-        found = _find_in_order(text, prompt.chunks, named_in)
+        found: list[TextSpan | PieceSpan] = [*_find_in_order(text, prompt.chunks, named_in)]
         inside = [s for s in known if any(start <= s.start and s.end <= end for start, end in ranges)]
         found += [s for s in inside if all(s.end <= other.start or s.start >= other.end for other in found)]
+        if registry is not None:
+            found += registry.find_pieces(text, _left(ranges, found), namespace)
+            if auto_chunks is not None:
+                found += auto_chunks.find(text, _left(ranges, found), registry, namespace)
         return sorted(found, key=lambda span: span.start)
+
+
+def _left(ranges: Iterable[Range], found: Iterable[TextSpan | PieceSpan]) -> list[Range]:
+    """The parts of some ranges where nothing was found."""
+    return apart(ranges, [(span.start, span.end) for span in found])
 
 
 def _find_in_order(text: str, chunks: Sequence[str], ranges: Sequence[tuple[int, int]]) -> list[TextSpan]:
@@ -208,7 +268,7 @@ def _find_in_order(text: str, chunks: Sequence[str], ranges: Sequence[tuple[int,
         for start, end in places:
             at = text.find(chunk, start, end)
             if at >= 0 and all(at >= span.end or at + len(chunk) <= span.start for span in spans):
-                spans.append(TextSpan(at, at + len(chunk)))
+                spans.append(TextSpan(at, at + len(chunk), (chunk,)))
                 cursor = at + len(chunk)
                 break
     return spans

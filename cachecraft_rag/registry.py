@@ -1,8 +1,7 @@
 """Known chunk texts, and finding them in a rendered prompt.
 
 A framework hands the model one string; this module tells which parts of it are chunks seen before. Every text is
-known in up to three forms, because some pipelines print the chunks inside a Python list or a JSON document: the
-stripped text, its `repr` and its JSON string, the last two without their quotes.
+known in all its forms, stripped (`chunk_forms`).
 
 Each form is indexed by a few short slices of itself (anchors). Anchors start at `PROBE_STRIDE` consecutive
 characters, so looking up the prompt at every `PROBE_STRIDE`-th character meets exactly one of them wherever the chunk
@@ -11,13 +10,15 @@ stands. An anchor only proposes a place; the whole slice of the prompt is compar
 
 from __future__ import annotations
 
-import json
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+
+from cachecraft_rag.chunk_forms import forms_of
+from cachecraft_rag.pieces import PieceIndex, PieceSpan, Range
 
 #: Shorter texts (stripped) are not registered: a seam costs more than so few tokens save.
 MIN_CHARS = 64
@@ -29,9 +30,11 @@ MIN_ANCHOR_ALPHABET = 6
 MAX_OFFSETS = 64
 #: Limits of one search, so that texts made of the same boilerplate cost misses, never seconds: places looked at, and
 #: characters compared per character of the prompt.
-SPARE_CANDIDATES = 4096
-CHARS_PER_CANDIDATE = 8
+SPARE_CANDIDATES = 2048
+CHARS_PER_CANDIDATE = 16
 COMPARED_PER_CHAR = 512
+#: Namespaces whose latest chunks stay indexed by piece.
+PIECE_NAMESPACES = 16
 
 _WINDOW = ANCHOR_CHARS + PROBE_STRIDE - 1
 _LENGTH_BITS = 32
@@ -45,10 +48,12 @@ class TextSpan:
     Attributes:
         start: First character.
         end: One past the last character.
+        origins: The registered texts that have this form: nearly always one.
     """
 
     start: int
     end: int
+    origins: tuple[str, ...] = field(default=(), compare=False)
 
 
 class ChunkRegistry:
@@ -72,6 +77,7 @@ class ChunkRegistry:
         # (namespace, text) -> where the anchors of each form are; in order of use, oldest first.
         self._chunks: OrderedDict[tuple[str, str], tuple[int, ...]] = OrderedDict()
         self._namespaces: dict[str, _NamespaceIndex] = {}
+        self._searched: OrderedDict[str, PieceIndex] = OrderedDict()  # for pieces, by namespace
 
     def register(self, texts: Iterable[str], namespace: str = "default") -> int:
         """Makes texts known; a text known already becomes the most recently used.
@@ -93,10 +99,11 @@ class ChunkRegistry:
             chunk = (namespace, text)
             with self._lock:
                 if chunk in self._chunks:
-                    self._chunks.move_to_end(chunk)
+                    self._use(namespace, text)
                     continue
                 index = self._namespaces.setdefault(namespace, _NamespaceIndex())
                 self._chunks[chunk] = index.add(text)
+                index.pieces.use(text)
                 num_new += 1
                 if len(self._chunks) > self._max_chunks:
                     self._remove(next(iter(self._chunks)))
@@ -117,6 +124,7 @@ class ChunkRegistry:
         """
         starts: list[int] = []
         ends: list[int] = []
+        origins: list[tuple[str, ...]] = []
         with self._lock:
             index = self._namespaces.get(namespace)
             if index is None:
@@ -133,9 +141,31 @@ class ChunkRegistry:
                 if chunks:
                     starts.insert(at, start)
                     ends.insert(at, end)
+                    origins.insert(at, tuple(chunks))
                 for text in chunks:
-                    self._chunks.move_to_end((namespace, text))
-        return [TextSpan(start, end) for start, end in zip(starts, ends, strict=True)]
+                    self._use(namespace, text)
+        return [TextSpan(*span) for span in zip(starts, ends, origins, strict=True)]
+
+    def find_pieces(self, prompt: str, ranges: Iterable[Range], namespace: str = "default") -> list[PieceSpan]:
+        """Finds pieces of the chunks that were registered or found last, which doesn't count as using them.
+
+        Args:
+            prompt: Any text.
+            ranges: Where to look: what `find` has left.
+            namespace: Whose chunks to look for.
+
+        Returns:
+            Pieces that don't overlap, ordered by start.
+        """
+        with self._lock:
+            index = self._namespaces.get(namespace)
+            if index is None:
+                return []
+            self._searched[namespace] = index.pieces
+            self._searched.move_to_end(namespace)
+            if len(self._searched) > PIECE_NAMESPACES:
+                self._searched.popitem(last=False)[1].release()
+            return index.pieces.find(prompt, ranges)
 
     def forget(self, texts: Iterable[str], namespace: str = "default") -> int:
         """Removes texts with all their forms.
@@ -164,7 +194,9 @@ class ChunkRegistry:
             if namespace is None:
                 self._chunks.clear()
                 self._namespaces.clear()
+                self._searched.clear()
             elif self._namespaces.pop(namespace, None) is not None:
+                self._searched.pop(namespace, None)
                 for chunk in [chunk for chunk in self._chunks if chunk[0] == namespace]:
                     del self._chunks[chunk]
 
@@ -177,12 +209,17 @@ class ChunkRegistry:
         """Number of chunks over all namespaces."""
         return len(self._chunks)
 
+    def _use(self, namespace: str, text: str) -> None:
+        self._chunks.move_to_end((namespace, text))
+        self._namespaces[namespace].pieces.use(text)
+
     def _remove(self, chunk: tuple[str, str]) -> None:
         namespace, text = chunk
         index = self._namespaces[namespace]
         index.discard(text, self._chunks.pop(chunk))
         if not index:
             del self._namespaces[namespace]
+            self._searched.pop(namespace, None)
 
 
 class _NamespaceIndex:
@@ -197,6 +234,7 @@ class _NamespaceIndex:
         # Hash of an anchor -> its places, packed as offset and length of the form: one, or several with how many
         # forms share each. Versions of one text mostly share their places, so they stay one candidate.
         self._places: dict[int, int | dict[int, int]] = {}
+        self.pieces = PieceIndex()
 
     def __bool__(self) -> bool:
         return bool(self._texts)
@@ -204,7 +242,7 @@ class _NamespaceIndex:
     def add(self, text: str) -> tuple[int, ...]:
         """Adds a text not yet in it; returns the offset of the anchors in each of its forms, for `discard`."""
         offsets = []
-        for form in _forms(text):
+        for form in forms_of(text):
             offset = self._least_crowded_offset(form)
             for anchor, place in _anchors(form, offset):
                 self._add_place(anchor, place)
@@ -214,7 +252,8 @@ class _NamespaceIndex:
 
     def discard(self, text: str, offsets: tuple[int, ...]) -> None:
         """Removes a text; `offsets` is what `add` returned for it."""
-        for form, offset in zip(_forms(text), offsets, strict=True):
+        self.pieces.discard(text)
+        for form, offset in zip(forms_of(text), offsets, strict=True):
             for anchor, place in _anchors(form, offset):
                 self._discard_place(anchor, place)
             others = tuple(other for other in self._texts.pop(hash(form)) if other != text)
@@ -245,7 +284,7 @@ class _NamespaceIndex:
     def texts_of(self, form: str) -> list[str]:
         """Texts that have exactly this form."""
         texts = self._texts.get(hash(form), ())
-        return [text for text in texts if text == form or form in _forms(text)]
+        return [text for text in texts if text == form or form in forms_of(text)]
 
     def _least_crowded_offset(self, form: str) -> int:
         """Offset whose anchors propose the fewest other places; boilerplate is avoided once it is known as such."""
@@ -292,11 +331,6 @@ def _anchors(form: str, offset: int) -> list[tuple[int, int]]:
         (hash(form[at : at + ANCHOR_CHARS]), at << _LENGTH_BITS | len(form))
         for at in range(offset, offset + PROBE_STRIDE)
     ]
-
-
-def _forms(text: str) -> list[str]:
-    """The text as it is, and as Python and JSON print it within quotes; each form once."""
-    return list(dict.fromkeys((text, repr(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])))
 
 
 def _stripped(texts: Iterable[str]) -> Iterable[str]:

@@ -6,22 +6,47 @@ from dataclasses import dataclass
 
 from cachecraft_rag.chunk_kv import LayeredKV
 from cachecraft_rag.keys import ChunkKey
+from cachecraft_rag.piece_kv import PieceKV
 from cachecraft_rag.variants import Prefix
+
+
+@dataclass(frozen=True)
+class WholeChunk:
+    """The chunk that a chunk of a request is a piece of; its entries hold KV of the piece, too.
+
+    Attributes:
+        token_ids: Ids of the whole.
+        start: Number of the piece's first token in it.
+        exact_key: Key of its KV behind exactly the tokens that precede the piece in the request.
+        key: Key of its KV behind the canonical prefix.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+    exact_key: ChunkKey
+    key: ChunkKey
+
+    @property
+    def exact_keys(self) -> tuple[ChunkKey, ...]:
+        """Keys of entries that are exact for the piece: only a piece that begins the chunk has the same before it."""
+        return (self.exact_key,) if self.start == 0 else ()
 
 
 @dataclass(eq=False)
 class RequestChunk:
-    """A chunk of a request.
+    """A chunk of a request, or a piece of one, which is a chunk of its own wherever it is computed and stored.
 
     Attributes:
         token_ids: Its ids.
         exact_key: Key of its KV behind exactly the tokens that precede it in this request.
-        key: Key of the entry that is used: the exact one, or the one behind the canonical prefix.
+        key: Key of the entry that is used: the exact one, or the one behind the canonical prefix; of a piece, perhaps
+            that of its whole chunk.
         chunk_kv: The KV that is used, perhaps still to be read; ``None`` until it is found or computed.
         tier: Name of the tier it was found in; ``None`` when it was not stored.
         is_declined: Whether it was left there because computing it is quicker.
         preceding: ``ChunkKey.chunk`` of the chunks before it.
         cfo: Share of its tokens to recompute, where variants are chosen by it.
+        whole: What it is a piece of; ``None`` for a whole chunk.
     """
 
     token_ids: tuple[int, ...]
@@ -32,6 +57,7 @@ class RequestChunk:
     is_declined: bool = False
     preceding: tuple[str, ...] = ()
     cfo: float | None = None
+    whole: WholeChunk | None = None
 
     @property
     def prefix(self) -> Prefix:
@@ -39,9 +65,26 @@ class RequestChunk:
         return Prefix(self.preceding, self.exact_key.context)
 
     @property
+    def exact_keys(self) -> tuple[ChunkKey, ...]:
+        """Keys of entries computed behind the tokens that precede it here: its own, and its whole chunk's."""
+        return (self.exact_key, *(() if self.whole is None else self.whole.exact_keys))
+
+    @property
+    def entry(self) -> LayeredKV | None:
+        """The KV that is used, as it is stored under ``key``: of a piece, perhaps that of its whole chunk."""
+        return self.chunk_kv.whole if isinstance(self.chunk_kv, PieceKV) else self.chunk_kv
+
+    @property
     def is_exact(self) -> bool:
         """Whether the KV that is used, to the last bit, is what the tokens before it here would give."""
-        if self.key != self.exact_key or self.chunk_kv is None:
-            return self.key == self.exact_key
-        variant = self.chunk_kv.variant
-        return not self.chunk_kv.is_lossy and (variant is None or variant.is_exact)
+        entry = self.entry
+        if self.key not in self.exact_keys or entry is None:
+            return self.key in self.exact_keys
+        return not entry.is_lossy and (entry.variant is None or entry.variant.is_exact)
+
+    def part_of(self, key: ChunkKey, kv: LayeredKV) -> LayeredKV | None:
+        """The KV of this chunk in an entry; ``None`` when that holds other tokens than its key says."""
+        if self.whole is None or key.chunk != self.whole.key.chunk:
+            return kv if kv.matches(self.token_ids) else None
+        start = self.whole.start
+        return PieceKV(kv, start, start + len(self.token_ids)) if kv.matches(self.whole.token_ids) else None

@@ -9,11 +9,17 @@ def test_a_text_is_to_be_linked_once_with_each_of_its_documents() -> None:
     texts = DocumentTexts(10)
     texts.add([" clause one "], "us", "lease.pdf")
     texts.add(["clause one"], "us", "letter.pdf")
-    assert texts.to_link("clause one", "us") == ["lease.pdf", "letter.pdf"]
-    assert texts.to_link("clause one", "us") == []
+    assert texts.to_link("clause one", "us", "1") == ["lease.pdf", "letter.pdf"]
+    assert texts.to_link("clause one", "us", "1") == []
     texts.add(["clause one"], "us", "lease.pdf")
-    assert texts.to_link("clause one", "us") == []
-    assert texts.to_link("clause one", "them") == []
+    assert texts.to_link("clause one", "us", "1") == []
+    assert texts.to_link("clause one", "them", "1") == []
+
+
+def test_every_form_of_a_text_is_linked() -> None:
+    texts = DocumentTexts(10)
+    texts.add(["clause one"], "us", "lease.pdf")
+    assert [texts.to_link("clause one", "us", chunk) for chunk in ("1", "2", "1")] == [["lease.pdf"], ["lease.pdf"], []]
 
 
 def test_taking_a_document_gives_its_texts_and_forgets_them() -> None:
@@ -23,8 +29,8 @@ def test_taking_a_document_gives_its_texts_and_forgets_them() -> None:
     texts.add(["a"], "them", "lease.pdf")
     assert sorted(texts.take("us", "lease.pdf")) == ["a", "b"]
     assert texts.take("us", "lease.pdf") == []
-    assert texts.to_link("c", "us") == ["letter.pdf"]
-    assert texts.to_link("a", "them") == ["lease.pdf"]
+    assert texts.to_link("c", "us", "3") == ["letter.pdf"]
+    assert texts.to_link("a", "them", "1") == ["lease.pdf"]
 
 
 def test_the_longest_registered_text_goes_first_when_there_are_too_many() -> None:
@@ -39,5 +45,5 @@ def test_clearing_a_namespace_leaves_others() -> None:
     for namespace in ("us", "them"):
         texts.add(["a"], namespace, "lease.pdf")
     texts.clear("us")
-    assert texts.to_link("a", "us") == []
-    assert texts.to_link("a", "them") == ["lease.pdf"]
+    assert texts.to_link("a", "us", "1") == []
+    assert texts.to_link("a", "them", "1") == ["lease.pdf"]

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachecraft_rag.registry import MIN_CHARS, ChunkRegistry, TextSpan
+from cachecraft_rag.pieces import RECENT_TEXTS
+from cachecraft_rag.registry import MIN_CHARS, PIECE_NAMESPACES, ChunkRegistry, TextSpan
 
 CLAUSE = "The Supplier shall deliver the Products within thirty days after receipt of the Purchase Order."
 QUOTED = 'He said "it\'s fine"\nand left;\tthe path C:\\temp stayed empty, as the report of the auditors shows.'
@@ -29,7 +30,7 @@ def registry_of(texts: list[str], namespace: str = "default") -> ChunkRegistry:
 
 
 def forms(text: str) -> set[str]:
-    return {text, repr(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
+    return {text, repr(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]}
 
 
 def texts_at(prompt: str, spans: list[TextSpan]) -> list[str]:
@@ -98,8 +99,11 @@ def test_the_json_form_is_found_in_a_tool_result() -> None:
     registry = ChunkRegistry()
     text = QUOTED + " Straße, 契約"
     registry.register([text])
-    prompt = json.dumps([{"text": text}], ensure_ascii=False)
-    assert texts_at(prompt, registry.find(prompt)) == [json.dumps(text, ensure_ascii=False)[1:-1]]
+    for ensure_ascii in (False, True):
+        prompt = json.dumps([{"text": text}], ensure_ascii=ensure_ascii)
+        (span,) = registry.find(prompt)
+        assert texts_at(prompt, [span]) == [json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]]
+        assert span.origins == (text,)
 
 
 def test_all_forms_of_a_text_are_one_chunk() -> None:
@@ -284,7 +288,7 @@ def test_chunks_that_share_all_their_anchors_cost_bounded_work(known: list[str],
     assert set(texts_at(prompt, spans)) <= set(known)
     # 8 characters for probes and 512 for comparisons, per character of the prompt.
     assert counted.num_chars <= 520 * len(prompt) + max(map(len, known))
-    assert len(registry._namespaces["default"].candidates(prompt)) <= len(prompt) // 8 + 4096
+    assert len(registry._namespaces["default"].candidates(prompt)) <= len(prompt) // 16 + 2048
 
 
 def test_versions_of_one_text_are_told_apart_with_little_work() -> None:
@@ -335,6 +339,38 @@ def test_searches_and_changes_at_once_give_only_right_spans() -> None:
     for thread in threads:
         thread.join()
     assert (problems, len(registry) <= 60) == ([], True)
+
+
+def test_pieces_are_those_of_the_chunks_that_were_registered_or_found_last() -> None:
+    registry = ChunkRegistry()
+    old, *rest = passages(RECENT_TEXTS + 1, seed=15, low=200, high=210)
+    registry.register([old, *rest])
+
+    def pieces(text: str, namespace: str = "default") -> list[str]:
+        prompt = f"Context: {text[300:]}"
+        return [span.text for span in registry.find_pieces(prompt, [(0, len(prompt))], namespace)]
+
+    assert pieces(old) == []
+    assert registry.find(old) != []
+    assert (pieces(old), pieces(rest[0])) == ([old], [])
+    registry.register([rest[0]])
+    assert (pieces(rest[0]), pieces(rest[0], "other")) == ([rest[0]], [])
+    registry.forget([rest[0]])
+    assert pieces(rest[0]) == []
+    registry.clear()
+    assert pieces(old) == []
+
+
+def test_the_piece_index_of_many_namespaces_stays_small() -> None:
+    registry = ChunkRegistry()
+    (chunk,) = passages(1, seed=16, low=200, high=210)
+    names = [str(number) for number in range(PIECE_NAMESPACES + 3)]
+    for _ in range(2):
+        for name in names:
+            registry.register([chunk], name)
+            assert len(registry.find_pieces(chunk[:-1], [(0, len(chunk) - 1)], name)) == 1
+    indexed = [name for name in names if registry._namespaces[name].pieces._kinds]
+    assert indexed == names[-PIECE_NAMESPACES:]
 
 
 def test_a_single_string_is_refused() -> None:
