@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from langchain_cachecraft._version import __version__
 from langchain_cachecraft.callbacks import CacheCraftCallbackHandler
 from langchain_cachecraft.chat_models import ChatCacheCraft
 from langchain_cachecraft.llms import CacheCraftLLM
@@ -20,6 +21,7 @@ __all__ = [
     "CacheCraftMiddleware",
     "CacheCraftRetriever",
     "ChatCacheCraft",
+    "__version__",
 ]
 
 

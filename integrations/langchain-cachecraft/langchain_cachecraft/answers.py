@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk
-from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation, GenerationChunk
 
 from cachecraft_rag import GenerationResult
-from langchain_cachecraft.tool_calls import ToolCallReader, ToolCalls
+from cachecraft_rag.tool_calls import ToolAnswer, ToolCallReader
 
 PROVIDER = "cachecraft"
 
@@ -23,27 +23,29 @@ class Answer:
     Attributes:
         result: What the engine returned.
         model: Name of the model that answered.
-        text: The answer without its tool calls.
-        tools: The tool calls, and as their ``text`` what of ``text`` was held back in a stream.
+        said: Its text and its tool calls.
+        num_shown: How many characters of the text a stream has given out before the end.
     """
 
     result: GenerationResult
     model: str
-    text: str
-    tools: ToolCalls = field(default_factory=ToolCalls)
+    said: ToolAnswer
+    num_shown: int = 0
 
     @classmethod
     def of(cls, result: GenerationResult, model: str, reader: ToolCallReader) -> Answer:
         """The answer of a chat model, after its reader took all of the text."""
-        tools = reader.finish(is_cut=result.finish_reason == "length")
-        return cls(result, model, reader.shown + tools.text, tools)
+        return cls(result, model, reader.finish(is_cut=result.finish_reason == "length"), len(reader.shown))
 
     def chat_result(self) -> ChatResult:
         """The answer as a message."""
         message = AIMessage(
-            content=self.text,
-            tool_calls=self.tools.calls,
-            invalid_tool_calls=self.tools.invalid,
+            content=self.said.text,
+            tool_calls=[tool_call(name=call.name, args=call.arguments, id=call.id) for call in self.said.calls],
+            invalid_tool_calls=[
+                invalid_tool_call(name=call.name, args=call.text, id=call.id, error=call.reason)
+                for call in self.said.broken
+            ],
             usage_metadata=self._usage(),
             response_metadata=self._metadata(),
         )
@@ -51,10 +53,10 @@ class Answer:
 
     def last_chunk(self) -> ChatGenerationChunk:
         """The end of a stream of messages: what was held back, all tool calls and all figures."""
-        calls = [(call["name"], json.dumps(call["args"], ensure_ascii=False), call["id"]) for call in self.tools.calls]
-        broken = [(call["name"], _broken(call["args"]), call["id"]) for call in self.tools.invalid]
+        calls = [(call.name, json.dumps(call.arguments, ensure_ascii=False), call.id) for call in self.said.calls]
+        broken = [(call.name, _never_json(call.text), call.id) for call in self.said.broken]
         message = AIMessageChunk(
-            content=self.tools.text,
+            content=self.said.text[self.num_shown :],
             chunk_position="last",
             tool_call_chunks=[
                 tool_call_chunk(name=name, args=args, id=call_id, index=index)
@@ -67,7 +69,7 @@ class Answer:
 
     def generation(self) -> Generation:
         """The answer as text."""
-        return Generation(text=self.text, generation_info=self._text_info())
+        return Generation(text=self.said.text, generation_info=self._text_info())
 
     def last_text_chunk(self) -> GenerationChunk:
         """The end of a stream of texts: no text, all figures."""
@@ -111,6 +113,6 @@ def delta_chunk(delta: str) -> ChatGenerationChunk:
     return ChatGenerationChunk(message=AIMessageChunk(content=delta))
 
 
-def _broken(text: str | None) -> str:
-    """Text that stays no JSON: LangChain completes the arguments of a stream, and a call cut short would be run."""
-    return f"<tool_call>{(text or '').removeprefix('<tool_call>')}"
+def _never_json(text: str) -> str:
+    """Text that is no beginning of JSON: LangChain completes what it finds in a stream, and a broken call would run."""
+    return f"<tool_call>{text.removeprefix('<tool_call>')}"

@@ -18,7 +18,7 @@ from langchain_core.documents import Document
 from langchain_core.tracers.context import register_configure_hook
 
 from cachecraft_rag import ChunkFeed
-from langchain_cachecraft.documents import texts_by_document
+from langchain_cachecraft.documents import DOCUMENT_ID_KEYS, DocumentIdKey, texts_by_document
 
 _logger = logging.getLogger(__name__)
 
@@ -29,18 +29,28 @@ class CacheCraftCallbackHandler(BaseCallbackHandler):
     Args:
         feed: The feed; a new one by default.
         document_id_key: Where metadata name the document a chunk was cut from, for the engines'
-            ``invalidate(document_ids=...)``. ``None`` for nowhere: with names, every retrieval costs about a
-            millisecond per chunk and namespace.
+            ``invalidate(document_ids=...)``: the first of these keys that is there, or ``None`` for nowhere.
     """
 
-    run_inline = True  # microseconds of work: not worth a thread in async chains
-
-    def __init__(self, feed: ChunkFeed | None = None, document_id_key: str | None = None) -> None:
+    def __init__(self, feed: ChunkFeed | None = None, document_id_key: DocumentIdKey = DOCUMENT_ID_KEYS) -> None:
         self.feed, self.document_id_key = feed if feed is not None else ChunkFeed(), document_id_key
+
+    # Not run inline, little as it does: where one handler is, LangChain's asynchronous on_llm_start calls no others.
+    # Events of no interest are ignored, which saves a thread for each, and the printing of all messages.
 
     @property
     def ignore_chat_model(self) -> bool:
-        """Chat model starts are of no interest; ignoring them saves LangChain from printing all messages for us."""
+        """Chat model starts are of no interest."""
+        return True
+
+    @property
+    def ignore_llm(self) -> bool:
+        """Nor are tokens."""
+        return True
+
+    @property
+    def ignore_chain(self) -> bool:
+        """Nor are chains."""
         return True
 
     def on_retriever_end(self, documents: Sequence[Document], **kwargs: Any) -> None:

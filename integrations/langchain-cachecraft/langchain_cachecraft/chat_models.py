@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from importlib.metadata import version
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -20,17 +19,18 @@ from typing_extensions import Self
 
 from cachecraft_rag import CacheCraftEngine, GenerationResult
 from cachecraft_rag.steps import Steps
+from cachecraft_rag.tools import name_of, normalized_choice
+from langchain_cachecraft._version import __version__
 from langchain_cachecraft.answers import PROVIDER, Answer, delta_chunk
 from langchain_cachecraft.batch_round import BatchRound, current_round
-from langchain_cachecraft.chat_prompt import OPTIONS, ChatPrompt, name_of, normalized_choice
+from langchain_cachecraft.chat_prompt import OPTIONS, ChatPrompt
+from langchain_cachecraft.documents import DOCUMENT_ID_KEYS, texts_by_document
 from langchain_cachecraft.messages import artifact_documents
 from langchain_cachecraft.options import CallOptions
 from langchain_cachecraft.profiles import model_profile
 from langchain_cachecraft.served_model import ServedModel
 from langchain_cachecraft.structured_output import METHODS, Method, Schema, bound_to, structured
 from langchain_cachecraft.structured_output import name_of as name_of_schema
-
-_VERSION = version("langchain-cachecraft")
 
 
 class ChatCacheCraft(ServedModel, BaseChatModel):
@@ -57,7 +57,7 @@ class ChatCacheCraft(ServedModel, BaseChatModel):
 
     @model_validator(mode="after")
     def _set_version(self) -> Self:
-        self._add_version("langchain-cachecraft", _VERSION)
+        self._add_version("langchain-cachecraft", __version__)
         return self
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -65,6 +65,22 @@ class ChatCacheCraft(ServedModel, BaseChatModel):
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         return list(self.get_engine().prompts.encode_text(text))
+
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
+        """Length of the prompt that a chat becomes, with its chat template and the tools that it shows.
+
+        In a call the prompt may be a few tokens longer: where a known chunk begins or ends, a new token begins.
+        """
+        if not messages:
+            return 0
+        if self.custom_get_token_ids is not None:
+            return super().get_num_tokens_from_messages(messages, tools)
+        prompts = self.get_engine().prompts
+        asked = ChatPrompt.of(self.get_engine(), self.model, messages, {"tools": tools})
+        try:
+            return len(prompts.encode(asked.prompt).token_ids)
+        except ValueError:  # part of a chat, as trim_messages tries it, may be none that the template takes
+            return super().get_num_tokens_from_messages(messages)
 
     def bind_tools(
         self,
@@ -257,7 +273,8 @@ class ChatCacheCraft(ServedModel, BaseChatModel):
         self, engine: CacheCraftEngine, model: str, messages: list[BaseMessage], given: dict[str, Any]
     ) -> ChatPrompt:
         if self.auto_register:
-            engine.register([document.page_content for document in artifact_documents(messages)], self.namespace)
+            for name, texts in texts_by_document(artifact_documents(messages), DOCUMENT_ID_KEYS).items():
+                engine.register(texts, self.namespace, name)
         return ChatPrompt.of(engine, model, messages, given)
 
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from langchain_core.messages import BaseMessage
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from cachecraft_rag import CacheCraftEngine, RagPrompt
+from cachecraft_rag.tool_calls import ToolCallReader
+from cachecraft_rag.tools import CallFormat, OfferedTools
 from langchain_cachecraft.messages import chat_messages
-from langchain_cachecraft.tool_calls import ToolCallReader
 
 OPTIONS = ("tools", "tool_choice", "response_format")
 """Options of a call that are read here."""
 
-_ANY = ("any", "required", True)
-_FREE = (None, "auto", False)
 _SCHEMA = "Answer with one JSON value and nothing else. It must follow this JSON schema, which you must not repeat:\n{}"
 
 
@@ -27,13 +26,13 @@ class ChatPrompt:
     """What the engine is asked.
 
     Attributes:
-        prompt: Messages, or the rendered text with the beginning of the answer.
-        names: Names of the tools that were offered.
-        opened: The beginning of the answer, where its form was demanded; part of the prompt.
+        prompt: The messages, with what the answer begins with.
+        tools: The tools that are offered.
+        opened: The beginning of an answer in JSON, where it was demanded; part of the prompt.
     """
 
     prompt: RagPrompt
-    names: tuple[str, ...] = ()
+    tools: OfferedTools | None = None
     opened: str = ""
 
     @classmethod
@@ -56,59 +55,21 @@ class ChatPrompt:
         if schema is not None:
             chat = _with_instruction(chat, _SCHEMA.format(json.dumps(schema, ensure_ascii=False)))
         tools = [convert_to_openai_tool(tool) for tool in given.get("tools") or ()]
-        choice = normalized_choice(given.get("tool_choice"), [name_of(tool) for tool in tools])
-        if not tools or choice == "none":
-            prompt = RagPrompt.from_messages(chat)
-            return cls(prompt)._opened(engine.prompts.render(prompt), _beginning(schema)) if schema else cls(prompt)
-        tools = [tool for tool in tools if choice in ("auto", "any", name_of(tool))]
-        prompt = RagPrompt.from_messages(chat, tools=tools)
-        text = engine.prompts.render(prompt)
-        if text == engine.prompts.render(replace(prompt, tools=None)):
-            raise ValueError(
-                f"tools: the chat template of {model!r} has no place for tools, so the model can't be told of them; "
-                "take a model that was trained to call tools, or with_structured_output(method='json_schema')"
-            )
-        names = tuple(name_of(tool) for tool in tools)
-        if choice == "auto":
-            return cls(prompt, names)
-        return cls(prompt, names)._opened(text, _opening(text, names))
-
-    def _opened(self, text: str, opened: str) -> ChatPrompt:
-        return replace(self, prompt=RagPrompt.from_text(text + opened), opened=opened)
+        offered = OfferedTools.of(tools, given.get("tool_choice"), engine.prompts)
+        opening = "" if schema is None or offered is not None else _beginning(schema)
+        prompt = RagPrompt.from_messages(chat, answer_start=opening)
+        if offered is not None:
+            if not CallFormat.of(engine.prompts).shows_tools:
+                raise ValueError(
+                    f"tools: the chat template of {model!r} has no place for tools, so it can't be told of them; "
+                    "take a model that was trained to call tools, or with_structured_output(method='json_schema')"
+                )
+            return cls(offered.put_into(prompt), offered)
+        return cls(prompt, None, opening)
 
     def reader(self) -> ToolCallReader:
         """Tells text from tool calls in the answer."""
-        return ToolCallReader(self.names, self.opened)
-
-
-def name_of(tool: Mapping[str, Any]) -> str:
-    """Name of a tool in OpenAI's form."""
-    name: str = tool["function"]["name"]
-    return name
-
-
-def normalized_choice(choice: object, names: Sequence[str]) -> str:
-    """A choice of tools as ``"auto"``, ``"none"``, ``"any"`` or the name of one.
-
-    Raises:
-        ValueError: No such tool is offered.
-    """
-    if isinstance(choice, Mapping) and isinstance(choice.get("function"), Mapping):
-        choice = choice["function"].get("name")
-    if choice in names:
-        return str(choice)
-    if choice in _FREE or choice == "none":
-        return "none" if choice == "none" else "auto"
-    if choice in _ANY and names:
-        return "any"
-    raise ValueError(f"tool_choice: {choice!r} is not allowed; give 'auto', 'none', 'any' or one of {list(names)}")
-
-
-def _opening(text: str, names: Sequence[str]) -> str:
-    """The beginning of a tool call in the form that the chat template teaches."""
-    key = "parameters" if '"parameters": dictionary' in text else "arguments"
-    name = f'{{"name": "{names[0]}", "{key}": {{' if len(names) == 1 else '{"name": "'
-    return f"<tool_call>\n{name}" if "<tool_call>" in text else name
+        return ToolCallReader(opened=self.opened) if self.tools is None else self.tools.reader()
 
 
 def _schema(response_format: object) -> Mapping[str, Any] | None:

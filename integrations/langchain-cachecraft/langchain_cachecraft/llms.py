@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from contextlib import closing
-from importlib.metadata import version
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -15,11 +14,11 @@ from typing_extensions import Self
 
 from cachecraft_rag import GenerationResult, RagPrompt
 from cachecraft_rag.steps import Steps
+from cachecraft_rag.tool_calls import ToolAnswer
+from langchain_cachecraft._version import __version__
 from langchain_cachecraft.answers import PROVIDER, Answer
 from langchain_cachecraft.options import CallOptions
 from langchain_cachecraft.served_model import ServedModel
-
-_VERSION = version("langchain-cachecraft")
 
 
 class CacheCraftLLM(ServedModel, BaseLLM):
@@ -45,7 +44,7 @@ class CacheCraftLLM(ServedModel, BaseLLM):
 
     @model_validator(mode="after")
     def _set_version(self) -> Self:
-        self._add_version("langchain-cachecraft", _VERSION)
+        self._add_version("langchain-cachecraft", __version__)
         return self
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -78,7 +77,7 @@ class CacheCraftLLM(ServedModel, BaseLLM):
             return _llm_result([_last(self._answer(prompt, stop, kwargs)) for prompt in prompts])
         asked = [self._asked(prompt) for prompt in prompts]
         results = self._answers_to(self.get_engine(options.model), asked, stop, options)
-        return _llm_result([Answer(result, options.model, result.text) for result in results])
+        return _llm_result([Answer(result, options.model, ToolAnswer(result.text)) for result in results])
 
     async def _agenerate(
         self,
@@ -131,7 +130,10 @@ class CacheCraftLLM(ServedModel, BaseLLM):
         engine = self.get_engine(options.model)
         with closing(self._answer_to(engine, self._asked(prompt), stop, options)) as items:
             for item in items:
-                yield Answer(item, options.model, item.text) if isinstance(item, GenerationResult) else item
+                if isinstance(item, GenerationResult):
+                    yield Answer(item, options.model, ToolAnswer(item.text))
+                else:
+                    yield item
 
     def _asked(self, prompt: str) -> RagPrompt:
         if self.chat_template:

@@ -10,6 +10,7 @@ from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResp
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage, ToolMessage
 
+from langchain_cachecraft.documents import DOCUMENT_ID_KEYS, DocumentIdKey
 from langchain_cachecraft.messages import artifact_documents
 from langchain_cachecraft.served_model import ServedModel
 
@@ -22,7 +23,8 @@ class CacheCraftMiddleware(AgentMiddleware[Any, Any, Any]):
 
     Args:
         llm: The model of the agent; loaded when the first tool returns.
-        document_id_key: Where metadata name the document a chunk was cut from; ``None`` for nowhere.
+        document_id_key: Where metadata name the document a chunk was cut from: the first of these keys that is there,
+            or ``None`` for nowhere.
         prefetch: Whether stored KV begins to move from disk or remote into memory when a tool returns.
 
     Example:
@@ -35,7 +37,9 @@ class CacheCraftMiddleware(AgentMiddleware[Any, Any, Any]):
         ```
     """
 
-    def __init__(self, llm: ServedModel, *, document_id_key: str | None = "source", prefetch: bool = True) -> None:
+    def __init__(
+        self, llm: ServedModel, *, document_id_key: DocumentIdKey = DOCUMENT_ID_KEYS, prefetch: bool = True
+    ) -> None:
         super().__init__()
         self.llm, self.document_id_key, self.prefetch = llm, document_id_key, prefetch
 

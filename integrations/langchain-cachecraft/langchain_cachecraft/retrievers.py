@@ -10,14 +10,15 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from pydantic import ConfigDict, Field
 
+from langchain_cachecraft.documents import DOCUMENT_ID_KEYS, DocumentIdKey
 from langchain_cachecraft.served_model import ServedModel
 
 
 class CacheCraftRetriever(BaseRetriever):
     """Returns what another retriever returns, and registers it with the engine of one model.
 
-    Not needed where retrieved texts register themselves. It is for models with ``auto_register=False``, for chunks that
-    are to be invalidated by document, and for ``prefetch``.
+    Not needed where retrieved texts register themselves. It is for models with ``auto_register=False``, and for
+    ``prefetch``.
 
     Example:
         ```python
@@ -36,8 +37,10 @@ class CacheCraftRetriever(BaseRetriever):
     k: int | None = Field(
         default=None, ge=1, description="Most documents to return; None for as many as the retriever finds."
     )
-    document_id_key: str | None = Field(
-        default="source", description="Where metadata name the document a chunk was cut from; None for nowhere."
+    document_id_key: DocumentIdKey = Field(
+        default=DOCUMENT_ID_KEYS,
+        description="Where metadata name the document a chunk was cut from: the first of these keys that is there, or "
+        "None for nowhere.",
     )
     prefetch: bool = Field(
         default=False, description="Whether stored KV begins to move from disk or remote into memory at once."

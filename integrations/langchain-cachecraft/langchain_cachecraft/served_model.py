@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from cachecraft_rag.config import PolicyName, Preset
 from cachecraft_rag.engine_pool import SHARED_ENGINES
 from langchain_cachecraft.answers import PROVIDER
 from langchain_cachecraft.callbacks import RETRIEVED, install
-from langchain_cachecraft.documents import texts_by_document
+from langchain_cachecraft.documents import DOCUMENT_ID_KEYS, DocumentIdKey, texts_by_document
 from langchain_cachecraft.engine_ids import ENGINE_IDS
 from langchain_cachecraft.options import CallOptions, check_goals
 
@@ -37,7 +38,9 @@ class ServedModel(BaseModel):
     )
     dtype: str = Field(default="auto", description="A torch dtype or its name; 'auto' takes the checkpoint's.")
     device: str | None = Field(default=None, description="Where to run; None takes the first GPU, else the CPU.")
-    engine_config: EngineConfig | None = Field(default=None, description="Settings of the engine, such as budgets.")
+    engine_config: EngineConfig | None = Field(
+        default=None, description="Settings of the engine, such as budgets; or the path of a file that holds them."
+    )
     namespace: str | None = Field(
         default=None,
         min_length=1,
@@ -77,6 +80,11 @@ class ServedModel(BaseModel):
     api_key: SecretStr | None = Field(
         default=None, description="Accepted because LangChain passes it to every model; a local model needs none."
     )
+
+    @field_validator("engine_config", mode="before")
+    @classmethod
+    def _read_config(cls, value: object) -> object:
+        return EngineConfig.from_file(value) if isinstance(value, str | Path) else value
 
     @field_validator("dtype", "device", mode="before")
     @classmethod
@@ -128,14 +136,18 @@ class ServedModel(BaseModel):
         return engine
 
     def register_documents(
-        self, documents: Iterable[Document], *, document_id_key: str | None = "source", prefetch: bool = False
+        self,
+        documents: Iterable[Document],
+        *,
+        document_id_key: DocumentIdKey = DOCUMENT_ID_KEYS,
+        prefetch: bool = False,
     ) -> int:
         """Look for the texts of documents in later prompts; loads the weights if need be.
 
         Args:
             documents: Chunks, as a retriever returns them.
             document_id_key: Where their metadata name the document they were cut from, for the engine's
-                ``invalidate(document_ids=...)``; ``None`` for nowhere.
+                ``invalidate(document_ids=...)``: the first of these keys that is there, or ``None`` for nowhere.
             prefetch: Whether their stored KV begins to move from disk or remote into memory at once.
 
         Returns:

@@ -122,8 +122,8 @@ def scripted_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     chains = [_ANSWER, _JOKE]
     for name, arguments in CALLS.items():
         written = json.dumps(arguments, ensure_ascii=False)
-        opening = f'<tool_call>\n{{"name": "{name}", "arguments": {{'
-        chains.append([f"@call {name}", opening, *filter(None, [written[1:-1]]), "}}", "\n</tool_call>"])
+        opening = f'<tool_call>\n{{"name": "{name}", "arguments":'
+        chains.append([f"@call {name}", opening, f" {written[:-1]}", "}}", "\n</tool_call>"])
     first = json.dumps(CALLS["magic_function"])
     chains.append(['<tool_call>\n{"name": "', f'magic_function", "arguments": {first}}}', "\n</tool_call>"])
     tokenizer = byte_level()

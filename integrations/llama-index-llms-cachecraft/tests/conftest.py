@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +15,11 @@ from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
-from cachecraft_rag import AnswerStream, CacheCraftEngine, GenerationResult
 from cachecraft_rag.prompt import EncodedPrompt
 from llama_index.llms.cachecraft import CacheCraftLLM
+from tests import plain_data
 from tests.conftest import passage
+from tests.scripted_engine import ScriptedEngine
 from tests.tiny_models import make
 from tests.tiny_tokenizers import byte_level
 
@@ -41,32 +40,6 @@ TOOL_TEMPLATE = (
     "{%- endfor %}<|im_end|>\n{% endfor -%}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}"
 )
-
-
-class ScriptedEngine(CacheCraftEngine):
-    """Computes every answer as ever, and says what its script says instead, while that lasts.
-
-    A tiny model with random weights calls no tool by itself.
-    """
-
-    def __init__(self, chat_template: str | None = None) -> None:
-        tokenizer = byte_level()
-        tokenizer.chat_template = chat_template or tokenizer.chat_template
-        super().__init__(make("llama", max_position_embeddings=8192), tokenizer)
-        self.script: list[str] = []
-        self.computed: list[str] = []
-
-    def stream(self, *args: Any, **kwargs: Any) -> AnswerStream:
-        return AnswerStream(self._say(super().stream(*args, **kwargs)))
-
-    def _say(self, stream: AnswerStream) -> Generator[str, None, GenerationResult]:
-        scripted = self.script.pop(0) if self.script else None
-        for delta in stream:
-            if scripted is None:
-                yield delta
-        self.computed.append(stream.result.text)
-        yield from re.findall(r"(?s).{1,5}", scripted or "")
-        return stream.result if scripted is None else replace(stream.result, text=scripted)
 
 
 @pytest.fixture
@@ -180,25 +153,7 @@ def log() -> Iterator[EventLog]:
 @pytest.fixture
 def find_tensors() -> Callable[[Any], list[Any]]:
     """``find_tensors(thing)``: every tensor and module that an object holds, through containers and attributes."""
-
-    def find(root: Any) -> list[Any]:
-        seen: dict[int, Any] = {}
-        waiting = [root]
-        while waiting:
-            thing = waiting.pop()
-            if id(thing) in seen or isinstance(thing, type):
-                continue
-            seen[id(thing)] = thing
-            if isinstance(thing, dict):
-                waiting += [*thing.keys(), *thing.values()]
-            elif isinstance(thing, list | tuple | set):
-                waiting += thing
-            elif hasattr(thing, "__dict__") and not callable(thing):
-                waiting += vars(thing).values()
-                waiting.append(getattr(thing, "__pydantic_private__", None))
-        return [thing for thing in seen.values() if isinstance(thing, torch.Tensor | torch.nn.Module)]
-
-    return find
+    return plain_data.find_tensors
 
 
 @pytest.fixture(scope="session")

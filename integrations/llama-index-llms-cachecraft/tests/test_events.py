@@ -22,6 +22,8 @@ from llama_index.core.instrumentation.events.llm import (
 from llama_index.core.llms import ChatMessage
 
 from llama_index.llms.cachecraft import CacheCraftLLM, CacheCraftPrefillEvent
+from tests.conftest import passage
+from tests.plain_data import count_alive
 
 METHODS = (
     "complete",
@@ -119,3 +121,20 @@ def test_the_search_for_tensors_would_find_one(llm: CacheCraftLLM, find_tensors:
     response = ChatMessage(content="Hello", additional_kwargs={"deep": [{"down": torch.ones(1)}]})
     assert len(find_tensors(response)) == 1
     assert find_tensors({"held": [llm]})  # through private attributes, down to the weights
+
+
+def test_a_thousand_requests_leave_memory_flat(make_llm: Callable[..., CacheCraftLLM]) -> None:
+    llm = make_llm(max_new_tokens=1)
+    llm.engine.warm([passage(number) for number in range(5)])
+
+    def ask(count: int) -> None:
+        for number in range(count):
+            question = f"{passage(number % 5)}\n\nQuestion {number % 7}?"
+            list(llm.stream_complete(question)) if number % 2 else llm.chat([ChatMessage(content=question)])
+
+    ask(100)
+    before = count_alive()
+    ask(1000)
+    num_tensors, num_objects = count_alive()
+    assert num_tensors <= before[0] + 50
+    assert num_objects <= before[1] + 1000  # less than one per request

@@ -12,6 +12,8 @@ from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.query_engine import CitationQueryEngine
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, TextNode
 
+from cachecraft_rag import ChunkSplitter
+from cachecraft_rag.headings import Preset
 from cachecraft_rag.prompt import PromptEncoder
 from llama_index.llms.cachecraft import CacheAlignedNodeParser, CacheCraftLLM
 from tests.conftest import passage
@@ -67,7 +69,38 @@ def test_the_count_is_hidden_from_llm_and_embedding(parser: CacheAlignedNodePars
     assert node.metadata["file_name"] == "lease.md"
     assert node.get_content(MetadataMode.LLM) == f"file_name: lease.md\n\n{node.text.strip()}"
     assert "cachecraft" not in node.get_content(MetadataMode.EMBED)
-    assert node.excluded_llm_metadata_keys == ["secret", "cachecraft_tokens"]
+    assert node.excluded_llm_metadata_keys == ["secret", "cachecraft_tokens", "breadcrumb"]
+
+
+def test_the_embedding_reads_the_headings_and_the_llm_does_not(parser: CacheAlignedNodeParser) -> None:
+    text = f"ARTICLE 5\n\nFEES\n\n5.1 Rent. {passage(1, 8)}\n\n5.2 Late payment. {passage(2, 8)}"
+    node = parse(parser, text)[-1]
+    assert node.metadata["breadcrumb"] == "ARTICLE 5 FEES > 5.2 Late payment"
+    assert node.get_content(MetadataMode.LLM) == node.text.strip()
+    assert node.get_content(MetadataMode.EMBED).startswith("breadcrumb: ARTICLE 5 FEES > 5.2 Late payment\n")
+    renamed = parse(parser, text.replace("FEES", "CHARGES"))[-1]
+    assert renamed.metadata["breadcrumb"] == "ARTICLE 5 CHARGES > 5.2 Late payment"
+    assert (renamed.node_id, renamed.text) == (node.node_id, node.text)
+
+
+def test_the_key_of_the_headings_can_be_named_and_left_out() -> None:
+    def first(key: str | None, **options: Any) -> TextNode:
+        parser = CacheAlignedNodeParser.from_tokenizer(byte_level(), breadcrumb_key=key, **SIZES)
+        return parse(parser, **options)[0]
+
+    assert first("section").metadata.keys() == {"section", "cachecraft_tokens"}
+    assert first(None).metadata.keys() == {"cachecraft_tokens"}
+    own = first("breadcrumb", metadata={"breadcrumb": "home"})
+    assert own.get_content(MetadataMode.LLM).startswith("breadcrumb: home\n")
+
+
+@pytest.mark.parametrize(("preset", "headings"), [("contract", "1 TERM"), ("markdown", None), ("plain", None)])
+def test_a_preset_says_which_headings_are_known(preset: Preset, headings: str | None) -> None:
+    parser = CacheAlignedNodeParser.from_tokenizer(byte_level(), preset=preset, **SIZES)
+    nodes = parse(parser)
+    assert nodes[0].metadata.get("breadcrumb") == headings
+    expected = ChunkSplitter.from_tokenizer(byte_level(), preset=preset, **SIZES).split(TEXT)
+    assert [node.text for node in nodes] == expected
 
 
 def test_metadata_does_not_move_boundaries(parser: CacheAlignedNodeParser) -> None:
@@ -190,6 +223,7 @@ def test_wrong_settings_are_refused_by_name() -> None:
         ({"region_tokens": 600}, "region_tokens"),
         ({"preset": "novel"}, "preset"),
         ({"min_token": 3}, "min_token"),
+        ({"breadcrumb_key": ""}, "breadcrumb_key"),
     ]:
         with pytest.raises(ValueError, match=message):
             CacheAlignedNodeParser.from_tokenizer(tokenizer, **fields)

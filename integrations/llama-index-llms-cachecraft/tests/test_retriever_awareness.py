@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex, get_response_synthesizer
+from llama_index.core import Document, MockEmbedding, PromptHelper, Settings, VectorStoreIndex, get_response_synthesizer
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.instrumentation import get_dispatcher
@@ -15,11 +15,12 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode
-from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
 from llama_index.core.tools import RetrieverTool
 
 from cachecraft_rag.prompt import EncodedPrompt
-from llama_index.llms.cachecraft import CacheCraftLLM, CacheCraftSpanHandler
+from llama_index.llms.cachecraft import CacheAlignedNodeParser, CacheCraftLLM, CacheCraftSpanHandler
+from tests.conftest import passage
 
 Stats = list[dict[str, Any]]
 
@@ -234,6 +235,44 @@ def test_without_auto_register_nothing_is_recognised(
     engine.query("What ends first?")
     engine.query("Who signs?")
     assert {stats["fallback_reason"] for stats in log.take_stats()} == {"no known chunk in the prompt"}
+
+
+def of_document(text: str, document: str) -> TextNode:
+    source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id=document)}
+    return TextNode(text=text, relationships=source)
+
+
+@pytest.mark.parametrize("auto_register", [True, False])
+@pytest.mark.parametrize("feed", ["synthesizer", "retriever", "node parser"])
+def test_every_feed_names_documents_and_is_off_without_auto_register(
+    make_llm: Callable[..., CacheCraftLLM], make_retriever: Callable[..., Any], feed: str, auto_register: bool
+) -> None:
+    llm = make_llm(auto_register=auto_register, namespace=f"{feed} {auto_register}")
+    engine, text = llm.engine, f"About the {feed}: {passage(31)}"
+    if feed == "synthesizer":
+        get_response_synthesizer(llm=llm).synthesize("Why?", [NodeWithScore(node=of_document(text, "lease"))])
+    elif feed == "retriever":
+        make_retriever([of_document(text, "lease")]).retrieve("Why?")
+    else:
+        CacheAlignedNodeParser.from_llm(llm)([Document(text=text, id_="lease")])
+    assert engine.register([text], llm.namespace) == (not auto_register)
+    engine.warm([text], namespace=llm.namespace)
+    assert engine.invalidate(namespace=llm.namespace, document_ids=["lease"]) == auto_register
+
+
+def test_a_node_that_the_prompt_helper_cuts_is_reused_in_pieces(
+    make_llm: Callable[..., CacheCraftLLM], make_retriever: Callable[..., Any], log: Any
+) -> None:
+    llm = make_llm(context_window=900)
+    nodes = [TextNode(text=" ".join(passage(number) for number in range(first, first + 3))) for first in (40, 50)]
+    llm.engine.warm([node.text for node in nodes], namespace=llm.namespace)
+    helper = PromptHelper(900, 64, chunk_overlap_ratio=0.0, tokenizer=llm.tokenize)
+    synthesizer = get_response_synthesizer(llm=llm, prompt_helper=helper, response_mode=ResponseMode.COMPACT)
+    synthesizer.synthesize("What ends first?", [NodeWithScore(node=node) for node in nodes])
+    stats = log.take_stats()
+    assert len(stats) > 1
+    assert sum(stat["chunk_hits"] for stat in stats) > len(nodes)
+    assert sum(stat["chunk_misses"] for stat in stats) == 0
 
 
 def test_chunks_seen_before_the_model_is_loaded_are_recognised_afterwards(tiny_folder: str, retriever: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from pydantic import BaseModel, Field
 
 from cachecraft_rag.prompt import EncodedPrompt
 from llama_index.llms.cachecraft import CacheCraftLLM, CacheCraftPrefillEvent
-from llama_index.llms.cachecraft.tool_format import settled
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"first": 2, "second": 3}}\n</tool_call>'
 
@@ -115,20 +113,6 @@ async def test_text_that_calls_no_tool_stays_text(kind: str, text: str, llm: Cac
         llm.get_tool_calls_from_response(steps[-1])
 
 
-def test_what_a_stream_has_shown_it_never_takes_back() -> None:
-    for text in [
-        f"See [1] and [TO DO] <b>now</b>. `x` ```python\nif x < 3: {{}}\n``` [ 7 ] {{x}} <tea> \n\n{CALL}",
-        'So:\n```json\n{"name": "add"}\n```',
-        "<function=add>",
-        "a [TOOL_CALLS] [{",
-    ]:
-        shown = [settled(text[:end]) for end in range(len(text) + 1)]
-        assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
-        assert text.startswith(shown[-1])
-        assert '{"' not in shown[-1]
-    assert settled("See [1] and <b>now</b>. `x` {x}.") == "See [1] and <b>now</b>. `x` {x}."
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -146,7 +130,7 @@ def test_calls_are_read_however_the_model_wraps_them(text: str, llm: CacheCraftL
     response = llm.chat_with_tools(_tools(), "Add 2 and 3.")
     [selection] = llm.get_tool_calls_from_response(response)
     assert selection.tool_kwargs == {"first": 2, "second": 3}
-    assert "{" not in (response.message.content or "") or text.startswith('{"tool_calls"')
+    assert not response.message.content
 
 
 def test_several_calls_come_back_only_where_they_are_allowed(llm: CacheCraftLLM) -> None:
@@ -171,7 +155,7 @@ def test_a_tool_that_must_be_called_is_begun_for_the_model(llm: CacheCraftLLM, r
         assert (selection.tool_name, selection.tool_kwargs) == ("add", {"first": 1, "second": 1})
     llm.chat_with_tools(_tools(), "Add 1 and 1.", tool_choice="none")
     assert "Adds numbers." not in read[-1].text
-    with pytest.raises(ValueError, match="tool_choice: 'subtract' is none of auto, none, required, any, add, rest"):
+    with pytest.raises(ValueError, match=r"tool_choice: 'subtract' is not allowed; give .* one of \['add', 'rest'\]"):
         llm.chat_with_tools(_tools(), "Add 1 and 1.", tool_choice="subtract")
     with pytest.raises(ValueError, match="tools: 7 is neither a tool of LlamaIndex nor"):
         llm.chat([ChatMessage(content="Add")], tools=[7])

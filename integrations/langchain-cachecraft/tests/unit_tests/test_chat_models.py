@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, trim_messages
 from langchain_core.runnables import ConfigurableField
 
 from cachecraft_rag import CacheCraftEngine, EngineConfig
 from langchain_cachecraft import ChatCacheCraft
 from tests.conftest import passage
+from tests.tiny_tokenizers import strict
 
 
 def test_making_a_chat_model_loads_nothing() -> None:
@@ -213,3 +215,21 @@ def test_tokens_are_counted_with_the_models_own_tokenizer(engine: CacheCraftEngi
 def test_a_tokenizer_of_the_users_own_comes_first(engine: CacheCraftEngine) -> None:
     chat = ChatCacheCraft(engine=engine, custom_get_token_ids=lambda text: [len(text)])
     assert chat.get_token_ids("four") == [4]
+
+
+@pytest.mark.parametrize("tools", [None, [{"name": "search", "description": "Search.", "parameters": {}}]])
+def test_the_tokens_of_a_chat_are_those_of_its_prompt(engine: CacheCraftEngine, tools: Any) -> None:
+    chat = ChatCacheCraft(engine=engine, max_tokens=1)
+    messages = [SystemMessage("Be brief."), HumanMessage("hi"), AIMessage("Hello."), HumanMessage("When?")]
+    answer = (chat if tools is None else chat.bind_tools(tools)).invoke(messages)
+    assert answer.usage_metadata is not None
+    assert chat.get_num_tokens_from_messages(messages, tools) == answer.usage_metadata["input_tokens"]
+
+
+def test_a_chat_is_trimmed_to_the_tokens_of_its_prompt(engine: CacheCraftEngine) -> None:
+    with CacheCraftEngine(engine.model, strict()) as other:  # a template that takes no part of a chat but the first
+        for chat in (ChatCacheCraft(engine=engine), ChatCacheCraft(engine=other)):
+            messages = [HumanMessage(passage(1)), AIMessage("Hello."), HumanMessage("When?")]
+            assert trim_messages(messages, max_tokens=1000, token_counter=chat) == messages
+            assert trim_messages(messages, max_tokens=60, token_counter=chat, start_on="human") == messages[2:]
+    assert ChatCacheCraft(model="m").get_num_tokens_from_messages([]) == 0

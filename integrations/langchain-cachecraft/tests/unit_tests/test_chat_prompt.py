@@ -8,7 +8,7 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage
 
 from cachecraft_rag import CacheCraftEngine
-from langchain_cachecraft.chat_prompt import ChatPrompt, normalized_choice
+from langchain_cachecraft.chat_prompt import ChatPrompt
 
 TOOL = {"type": "function", "function": {"name": "search", "description": "Search.", "parameters": {}}}
 OTHER = {"type": "function", "function": {"name": "now", "description": "Time.", "parameters": {}}}
@@ -34,9 +34,9 @@ def test_tools_are_shown_by_the_template(engine: CacheCraftEngine) -> None:
 @pytest.mark.parametrize(
     ("instructions", "opening"),
     [
-        ("", '{"name": "search", "arguments": {'),
-        ("within <tool_call></tool_call>", '<tool_call>\n{"name": "search", "arguments": {'),
-        ('"parameters": dictionary of argument name', '{"name": "search", "parameters": {'),
+        ("", '{"name": "search", "arguments":'),
+        ("within <tool_call></tool_call>", '<tool_call>\n{"name": "search", "arguments":'),
+        ('"parameters": dictionary of argument name', '{"name": "search", "parameters":'),
     ],
 )
 def test_a_demanded_call_begins_as_the_template_teaches(
@@ -88,21 +88,3 @@ def test_other_forms_of_answers_add_nothing(engine: CacheCraftEngine, response_f
 def test_an_unknown_form_is_refused(engine: CacheCraftEngine, response_format: Any) -> None:
     with pytest.raises(ValueError, match=r"response_format: .* is not allowed"):
         rendered(engine, response_format=response_format)
-
-
-@pytest.mark.parametrize(
-    ("choice", "normalized"),
-    [
-        (None, "auto"),
-        (False, "auto"),
-        ("auto", "auto"),
-        ("none", "none"),
-        (True, "any"),
-        ("any", "any"),
-        ("required", "any"),
-        ("search", "search"),
-        ({"type": "function", "function": {"name": "search"}}, "search"),
-    ],
-)
-def test_choices_of_all_providers_are_understood(choice: Any, normalized: str) -> None:
-    assert normalized_choice(choice, ["search", "now"]) == normalized

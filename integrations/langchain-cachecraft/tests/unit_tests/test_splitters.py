@@ -55,6 +55,71 @@ def test_without_the_option_there_is_no_start_index() -> None:
     assert splitter.create_documents(["a", " \n", ""]) == [Document("a")]
 
 
+def agreement() -> str:
+    """Two articles with two clauses each, every one longer than a chunk."""
+    lines = ["# SUPPLY AGREEMENT"]
+    for article, title in ((1, "FEES"), (2, "NOTICES")):
+        lines.append(f"ARTICLE {article}\n{title}")
+        lines += [f"{article}.{n} Clause {n}. {passage(10 * article + n, 8)}" for n in (1, 2)]
+    return "\n\n".join(lines)
+
+
+def test_chunks_name_the_headings_they_stand_under_beside_their_text(splitter: CacheAlignedTextSplitter) -> None:
+    text = agreement()
+    chunks = splitter.create_documents([text])
+    assert "".join(chunk.page_content for chunk in chunks) == text
+    breadcrumbs = [chunk.metadata["breadcrumb"] for chunk in chunks]
+    assert breadcrumbs[0] == "SUPPLY AGREEMENT"
+    assert breadcrumbs[-1] == "SUPPLY AGREEMENT > ARTICLE 2 NOTICES > 2.2 Clause 2"
+    assert sorted(breadcrumbs) == breadcrumbs
+    assert all("> " not in chunk.page_content for chunk in chunks)
+
+
+def test_another_title_of_a_section_changes_only_the_metadata_of_later_chunks(
+    splitter: CacheAlignedTextSplitter,
+) -> None:
+    before, after = (splitter.create_documents([text]) for text in (agreement(), agreement().replace("FEES", "RENT")))
+    assert before[0] != after[0]
+    clause = [index for index, chunk in enumerate(before) if "> 1.2" in chunk.metadata["breadcrumb"]]
+    assert clause
+    for index in clause:
+        assert after[index].page_content == before[index].page_content
+        assert "ARTICLE 1 RENT" in after[index].metadata["breadcrumb"]
+
+
+def test_the_key_of_the_headings_can_be_named_and_left_out() -> None:
+    def metadata(key: str | None, own: dict[str, Any]) -> dict[str, Any]:
+        splitter = CacheAlignedTextSplitter.from_huggingface_tokenizer(
+            byte_level(), auto_register=False, breadcrumb_key=key, **SIZES
+        )
+        return splitter.create_documents([agreement()], [own])[0].metadata
+
+    assert metadata("section", {}) == {"section": "SUPPLY AGREEMENT"}
+    assert metadata(None, {}) == {}
+    assert metadata("breadcrumb", {"breadcrumb": "home"}) == {"breadcrumb": "home"}
+    with pytest.raises(ValueError, match="breadcrumb_key=''"):
+        metadata("", {})
+
+
+@pytest.mark.parametrize(
+    ("preset", "headings"),
+    [
+        ("contract", "SUPPLY AGREEMENT > ARTICLE 2 NOTICES > 2.2 Clause 2"),
+        ("markdown", "SUPPLY AGREEMENT"),
+        ("plain", None),
+    ],
+)
+def test_a_preset_says_which_headings_are_known(preset: str, headings: str | None) -> None:
+    splitter = CacheAlignedTextSplitter.from_huggingface_tokenizer(
+        byte_level(), auto_register=False, preset=preset, **SIZES
+    )
+    assert splitter.split_text(agreement()) == ChunkSplitter.from_tokenizer(byte_level(), preset=preset, **SIZES).split(
+        agreement()
+    )
+    breadcrumb = splitter.create_documents([agreement()])[-1].metadata.get("breadcrumb")
+    assert breadcrumb == headings
+
+
 def test_an_edit_leaves_distant_chunks_as_they_are(splitter: CacheAlignedTextSplitter) -> None:
     edited = TEXT.replace("  1. Term", "  1. Term and termination of the lease")
     before, after = splitter.split_text(TEXT), splitter.split_text(edited)

@@ -11,8 +11,8 @@ from llama_index.core.instrumentation.span import active_span_id
 
 from cachecraft_rag import AnswerStream, GenerationResult
 from cachecraft_rag.steps import Steps
+from cachecraft_rag.tool_calls import ToolCall, ToolCallReader
 from llama_index.llms.cachecraft.instrumentation import report
-from llama_index.llms.cachecraft.tool_format import ToolCall
 from llama_index.llms.cachecraft.tool_use import ToolUse
 
 Response = TypeVar("Response")
@@ -58,42 +58,44 @@ class Answer(Generic[Response]):
         with closing(self.stream):
             for _ in self.stream:
                 continue
-            return self._last(None)
+            return self._whole()
 
     async def awhole(self) -> Response:
         """The complete answer, computed in a thread."""
         with closing(Steps(self.stream)) as steps:
             await steps.take_last()
-        return self._last(None)
+        return self._whole()
 
     def pieces(self) -> Generator[Response, None, None]:
         """The answer piece by piece; the last one has the statistics."""
-        text = shown = ""
+        reader = self._reader()
         with closing(self.stream):
             for delta in self.stream:
-                text += delta
-                before, shown = shown, self._shown(text)
-                yield self.shape(Piece(shown, shown[len(before) :]))
-            yield self._last(shown)
+                shown = reader.take(delta)
+                yield self.shape(Piece(reader.shown, shown))
+            yield self._last(reader, is_streamed=True)
 
     async def apieces(self) -> AsyncGenerator[Response, None]:
         """The answer piece by piece, every step in a thread."""
-        text = shown = ""
+        reader = self._reader()
         with closing(Steps(self.stream)) as steps:
             while (delta := await steps.take()) is not None:
-                text += delta
-                before, shown = shown, self._shown(text)
-                yield self.shape(Piece(shown, shown[len(before) :]))
-            yield self._last(shown)
+                shown = reader.take(delta)
+                yield self.shape(Piece(reader.shown, shown))
+            yield self._last(reader, is_streamed=True)
 
-    def _shown(self, text: str) -> str:
-        return text if self.tools is None else self.tools.shown(text)
+    def _reader(self) -> ToolCallReader:
+        return ToolCallReader() if self.tools is None else self.tools.offered.reader()
 
-    def _last(self, shown: str | None) -> Response:
+    def _whole(self) -> Response:
+        reader = self._reader()
+        reader.take(self.stream.result.text)
+        return self._last(reader, is_streamed=False)
+
+    def _last(self, reader: ToolCallReader, is_streamed: bool) -> Response:
         result = self.stream.result
         report(self.model, result.stats, self.span_id)
-        text, calls = (result.text, []) if self.tools is None else self.tools.read(result.text)
-        if shown is not None and len(text) < len(shown):
-            text = shown  # what was given away stays
-        delta = None if shown is None else text[len(shown) :]
-        return self.shape(Piece(text, delta, result, calls))
+        said = reader.finish()
+        text = said.text + "".join(call.text for call in said.broken)  # LlamaIndex has no place for what is no call
+        calls = said.calls if self.tools is None or self.tools.is_parallel else said.calls[:1]
+        return self.shape(Piece(text, text[len(reader.shown) :] if is_streamed else None, result, calls))

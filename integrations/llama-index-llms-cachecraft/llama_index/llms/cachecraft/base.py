@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as default_messages_to_prompt
 from llama_index.core.llms import (
@@ -24,21 +22,17 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
 from llama_index.core.tools import BaseTool
 
-from cachecraft_rag import CacheCraftEngine, RagPrompt
+from cachecraft_rag import RagPrompt
 from llama_index.llms.cachecraft import responses
 from llama_index.llms.cachecraft.answer import Answer, Piece, Response
 from llama_index.llms.cachecraft.engine_backed import EngineBackedLLM
 from llama_index.llms.cachecraft.global_settings import use_everywhere
 from llama_index.llms.cachecraft.messages import check_text_only, to_prompt
 from llama_index.llms.cachecraft.options import call_options
-from llama_index.llms.cachecraft.tool_format import ToolFormat
-from llama_index.llms.cachecraft.tool_use import TOOL_OPTIONS, ToolUse, selections
+from llama_index.llms.cachecraft.tool_use import TOOL_OPTIONS, ToolUse, calls_functions, selections
 
 # What LlamaIndex is told of a model that names no limit (recurrent ones).
 _UNLIMITED_CONTEXT = 1_000_000
-
-_formats: WeakKeyDictionary[CacheCraftEngine, ToolFormat | None] = WeakKeyDictionary()
-_formats_lock = threading.Lock()
 
 
 class CacheCraftLLM(EngineBackedLLM):
@@ -76,7 +70,7 @@ class CacheCraftLLM(EngineBackedLLM):
             context_window=self.engine.context_window or _UNLIMITED_CONTEXT,
             num_output=self.max_new_tokens,
             is_chat_model=self.engine.prompts.has_chat_template,
-            is_function_calling_model=self._tool_format() is not None,
+            is_function_calling_model=calls_functions(self.engine.prompts),
             model_name=self.model,
         )
 
@@ -187,7 +181,7 @@ class CacheCraftLLM(EngineBackedLLM):
 
     def _open_chat(self, messages: Sequence[ChatMessage], given: dict[str, Any]) -> Answer[ChatResponse]:
         messages = self._with_system_prompt(messages)
-        tools = ToolUse.of(given, self._tool_format(), self.model) if given.get("tools") else None
+        tools = ToolUse.of(given, self.engine.prompts, self.model)
         given = {name: value for name, value in given.items() if name not in TOOL_OPTIONS}
         render = self.messages_to_prompt or default_messages_to_prompt
         if render is not default_messages_to_prompt or not self.engine.prompts.has_chat_template:
@@ -195,9 +189,9 @@ class CacheCraftLLM(EngineBackedLLM):
                 raise ValueError("tools: messages_to_prompt has no place for them; leave it out, or use a ReActAgent")
             check_text_only(messages)
             return self._open(RagPrompt.from_text(render(messages)), given, responses.chat)
-        prompt = to_prompt(messages, None if tools is None else tools.tools)
-        if tools is not None and tools.opening:
-            prompt = RagPrompt.from_text(self.engine.prompts.render(prompt) + tools.opening, prompt.chunks)
+        prompt = to_prompt(messages)
+        if tools is not None:
+            prompt = tools.offered.put_into(prompt)
         return self._open(prompt, given, responses.chat, tools)
 
     def _open(
@@ -215,14 +209,6 @@ class CacheCraftLLM(EngineBackedLLM):
             prompt, reuse=options.reuse, recompute=recompute, namespace=self.namespace, **options.sampling
         )
         return Answer(stream, shape, self.model, tools)
-
-    def _tool_format(self) -> ToolFormat | None:
-        """How the model calls tools; found out once per engine."""
-        engine = self.engine
-        with _formats_lock:
-            if engine not in _formats:
-                _formats[engine] = ToolFormat.of(engine.prompts)
-            return _formats[engine]
 
     def _with_system_prompt(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Add ``system_prompt`` unless the chat brings a system message, as LlamaIndex's ``predict`` makes it."""

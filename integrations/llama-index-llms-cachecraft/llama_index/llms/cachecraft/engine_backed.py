@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, cast
 
 from llama_index.core.bridge.pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
@@ -58,6 +59,10 @@ class EngineBackedLLM(FunctionCallingLLM):
     calibration: str | None = Field(
         default=None, min_length=1, description="File of `cachecraft calibrate`, which targets need."
     )
+    engine_config: EngineConfig | None = Field(
+        default=None,
+        description="Settings of the engine, or the path of a file that holds them; fields here come before them.",
+    )
     reuse: bool = Field(default=True, description="False prefills every prompt in full: the reference.")
     auto_register: bool = Field(
         default=True, description="Learn chunks from synthesizers, retrievers and node parsers of this process."
@@ -82,12 +87,15 @@ class EngineBackedLLM(FunctionCallingLLM):
         if (hf_model is None) != (tokenizer is None):
             raise ValueError("tokenizer: give hf_model and tokenizer together")
         loading = [name for name in ("dtype", "device") if model is None and name in fields]
+        if engine is not None and fields.get("engine_config") is not None:
+            raise ValueError("engine_config: can't be given together with a ready engine, which has its own")
         if loading:
             raise ValueError(f"{loading[0]}: {fields[loading[0]]!r} has no effect on a model that is loaded already")
-        if engine is not None:
-            fields.setdefault("namespace", engine.config.namespace)
+        config = engine.config if engine is not None else _config(fields)
+        if config is not None:
+            fields.setdefault("namespace", config.namespace)
             for field in _OF_THE_ENGINE:
-                fields.setdefault(field, getattr(engine.config, field))
+                fields.setdefault(field, getattr(config, field))
         name = model if model is not None else _name(engine.model if engine is not None else hf_model)
         super().__init__(**{**fields, "model": name})
         if hf_model is not None:
@@ -111,6 +119,12 @@ class EngineBackedLLM(FunctionCallingLLM):
         ``warm``, ``register`` and ``invalidate``.
         """
         return self._ready_engine()
+
+    @property
+    def chunk_limits(self) -> dict[str, int]:
+        """``min_tokens`` and ``max_tokens`` of the chunks that the engine is set for; never loads the model."""
+        config = self._engine.config if self._is_given and self._engine is not None else self.engine_config
+        return (config or EngineConfig()).chunk_limits
 
     @property
     def is_loaded(self) -> bool:
@@ -153,7 +167,8 @@ class EngineBackedLLM(FunctionCallingLLM):
 
     @property
     def _key(self) -> EngineKey:
-        config = EngineConfig(**{name: getattr(self, name) for name in _OF_THE_ENGINE})
+        given = self.engine_config or EngineConfig()
+        config = given.model_copy(update={name: getattr(self, name) for name in _OF_THE_ENGINE})
         return EngineKey(self.model, self.dtype, self.device, config)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
@@ -168,6 +183,21 @@ class EngineBackedLLM(FunctionCallingLLM):
         clean._engine = None
         state: dict[str, Any] = FunctionCallingLLM.__getstate__(clean)
         return state
+
+
+def _config(fields: dict[str, Any]) -> EngineConfig | None:
+    """The engine's settings among the fields, read from their file or made of plain values where need be."""
+    given = fields.get("engine_config")
+    if isinstance(given, str | Path):
+        given = EngineConfig.from_file(given)
+    elif isinstance(given, dict):
+        given = EngineConfig.model_validate(given)
+    if given is None:
+        return None
+    fields["engine_config"] = given
+    if "max_new_tokens" in given.model_fields_set:
+        fields.setdefault("max_new_tokens", given.max_new_tokens)
+    return cast(EngineConfig, given)
 
 
 def _name(hf_model: Any) -> str:

@@ -16,7 +16,7 @@ from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.response_synthesizers import BaseSynthesizer
 
 from cachecraft_rag import ChunkFeed, RequestStats
-from llama_index.llms.cachecraft.nodes import chunk_text
+from llama_index.llms.cachecraft.nodes import texts_by_document
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +106,9 @@ def install() -> None:
 
 
 def _register(nodes: Iterable[Any] | None) -> None:
-    """Register nodes; the dispatcher drops exceptions without a word, so they are logged here."""
+    """Register nodes with their documents; the dispatcher drops exceptions without a word, so they are logged here."""
     try:
-        CHUNKS.add(chunk_text(node) for node in nodes or ())
+        for document_id, texts in texts_by_document(nodes or ()).items():
+            CHUNKS.add(texts, document_id)
     except Exception:
         logger.exception("chunks could not be registered; prompts that hold them are prefilled in full")

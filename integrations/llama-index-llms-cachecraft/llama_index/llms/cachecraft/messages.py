@@ -17,12 +17,11 @@ _SILENT_BLOCKS = ("cache", "thinking", "tool_call")
 _TOOL_FIELDS = ("name", "tool_call_id")
 
 
-def to_prompt(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] | None = None) -> RagPrompt:
+def to_prompt(messages: Sequence[ChatMessage]) -> RagPrompt:
     """The prompt of a chat. A text block in front of a cache point is a chunk; others are found by their text.
 
     Args:
         messages: The chat.
-        tools: Descriptions of the tools that the model may call.
 
     Raises:
         ValueError: A message holds something other than text.
@@ -33,7 +32,7 @@ def to_prompt(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] |
         for block, following in zip(message.blocks, message.blocks[1:], strict=False)
         if isinstance(block, TextBlock) and _kind(following) == "cache" and block.text.strip()
     ]
-    return RagPrompt.from_messages([_to_dict(index, message) for index, message in enumerate(messages)], chunks, tools)
+    return RagPrompt.from_messages([_to_dict(index, message) for index, message in enumerate(messages)], chunks)
 
 
 def check_text_only(messages: Sequence[ChatMessage]) -> None:

@@ -6,7 +6,7 @@ import copy
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from llama_index.core.node_parser.interface import TextSplitter
@@ -14,6 +14,7 @@ from llama_index.core.node_parser.node_utils import build_nodes_from_splits, def
 from llama_index.core.schema import BaseNode, Document, MetadataMode, TextNode
 from llama_index.core.utils import get_tqdm_iterable
 
+from cachecraft_rag.headings import Preset
 from cachecraft_rag.keys import digest, tokenizer_fingerprint
 from cachecraft_rag.model_loader import load_tokenizer
 from cachecraft_rag.prompt import PromptEncoder
@@ -22,6 +23,7 @@ from llama_index.llms.cachecraft.base import CacheCraftLLM
 from llama_index.llms.cachecraft.instrumentation import CHUNKS
 
 TOKENS_KEY = "cachecraft_tokens"
+BREADCRUMB_SEPARATOR = " > "
 
 
 class CacheAlignedNodeParser(TextSplitter):
@@ -29,6 +31,9 @@ class CacheAlignedNodeParser(TextSplitter):
 
     Boundaries depend on content only, so an edit of a document changes the chunks around it and no others. Nodes are
     exact slices of their document and don't overlap. Metadata has no influence on the boundaries.
+
+    Instead of an overlap, a node has the headings that it stands under as metadata, such as "ARTICLE 5 FEES > 5.2 Late
+    payment". The embedding reads them; the LLM doesn't, so that a new title of a section changes no chunk.
 
     Args:
         **fields: The fields below and those of every node parser. ``model`` is needed, except through ``from_llm`` and
@@ -46,8 +51,13 @@ class CacheAlignedNodeParser(TextSplitter):
     region_tokens: int | None = Field(
         default=None, ge=2, description="Distance within which an edit may move boundaries; None for 3 * max_tokens."
     )
-    preset: Literal["contract", "markdown", "plain"] = Field(
-        default="contract", description="Which headings are known."
+    preset: Preset = Field(
+        default="contract", description="Which headings are known: of contracts and Markdown, of Markdown, or none."
+    )
+    breadcrumb_key: str | None = Field(
+        default="breadcrumb",
+        min_length=1,
+        description="Metadata key of the headings, unless documents have it; None leaves them out.",
     )
     stable_ids: bool = Field(
         default=True, description="Node ids follow from the document's id and the text, unless id_func is given."
@@ -77,9 +87,11 @@ class CacheAlignedNodeParser(TextSplitter):
         """A parser for the chunks of an LLM; doesn't load its weights.
 
         Args:
-            llm: The LLM whose tokenizer counts.
+            llm: The LLM whose tokenizer counts, and whose engine is set for chunks of a size.
             **fields: The parser's fields.
         """
+        if not fields.keys() & {"min_tokens", "max_tokens"}:
+            fields = {**llm.chunk_limits, **fields}
         if llm.is_loaded:
             return cls.from_tokenizer(llm.engine.tokenizer, model=llm.model, **fields)
         return cls(model=llm.model, **fields)
@@ -111,15 +123,18 @@ class CacheAlignedNodeParser(TextSplitter):
             text = document.get_content(metadata_mode=MetadataMode.NONE)
             spans = [(start, end) for start, end in self._splitter.split_spans(text) if text[start:end].strip()]
             texts = [text[start:end] for start, end in spans]
+            breadcrumbs = self._splitter.breadcrumbs(text, spans) if self.breadcrumb_key else [()] * len(spans)
             ids = self._stable_ids(document, texts) if self._has_stable_ids else None
             id_func = self.id_func if ids is None else lambda index, _, ids=ids: ids[index]
-            for node, (start, end) in zip(
-                build_nodes_from_splits(texts, document, id_func=id_func), spans, strict=True
-            ):
+            built = build_nodes_from_splits(texts, document, id_func=id_func)
+            for node, (start, end), breadcrumb in zip(built, spans, breadcrumbs, strict=True):
                 node.start_char_idx, node.end_char_idx = start, end
                 node.metadata[TOKENS_KEY] = self._num_tokens(node.text)
                 node.excluded_llm_metadata_keys = [*node.excluded_llm_metadata_keys, TOKENS_KEY]
                 node.excluded_embed_metadata_keys = [*node.excluded_embed_metadata_keys, TOKENS_KEY]
+                if breadcrumb and self.breadcrumb_key and self.breadcrumb_key not in document.metadata:
+                    node.metadata[self.breadcrumb_key] = BREADCRUMB_SEPARATOR.join(breadcrumb)
+                    node.excluded_llm_metadata_keys = [*node.excluded_llm_metadata_keys, self.breadcrumb_key]
                 parsed.append(node)
             CHUNKS.add(texts, document.node_id)
         return parsed

@@ -9,16 +9,16 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
+from cachecraft_rag.keys import digest
 from llama_index.llms.cachecraft.base import CacheCraftLLM
 from llama_index.llms.cachecraft.nodes import chunk_text, texts_by_document
-from llama_index.llms.cachecraft.stored_chunks import chunk_keys, is_stored
 
 
 class CacheCraftPostprocessor(BaseNodePostprocessor):
     """Makes nodes known to an LLM's engine, with the documents they come from.
 
-    Needed with ``auto_register=False`` only, or to forget documents later with ``engine.invalidate(document_ids=...)``.
-    Put it last, so that it sees the nodes as the LLM will.
+    Needed with ``auto_register=False`` only, or for ``reorder``. Put it last, so that it sees the nodes as the LLM
+    will.
 
     Args:
         llm: The LLM that reads the nodes.
@@ -60,8 +60,9 @@ class CacheCraftPostprocessor(BaseNodePostprocessor):
             engine.register(texts, namespace, document_id)
         if not self.reorder:
             return nodes
-        keys = chunk_keys(engine, map(chunk_text, nodes), namespace)
-        ranks = [(not is_stored(engine, key), key) for key in keys]
+        chunks = [chunk_text(node).strip() for node in nodes]
+        is_new = [not is_stored for is_stored in engine.is_stored(chunks, namespace)]
+        ranks = list(zip(is_new, map(digest, chunks), strict=True))
         return [nodes[index] for group in self._groups(nodes) for index in sorted(group, key=ranks.__getitem__)]
 
     def _groups(self, nodes: Iterable[NodeWithScore]) -> list[list[int]]:
