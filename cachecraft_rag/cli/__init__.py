@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cachecraft_rag.cli import calibrate, evaluate, store
+from cachecraft_rag.cli import bench, calibrate, evaluate, store, tune
 
 app = typer.Typer(
     name="cachecraft",
@@ -17,8 +17,10 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,  # they may hold a master key
 )
 app.add_typer(store.app, name="store")
+app.command("bench")(bench.bench)
 app.command("evaluate")(evaluate.evaluate)
 app.command("calibrate")(calibrate.calibrate)
+app.command("tune")(tune.tune)
 
 
 def _show_version(is_asked: bool) -> None:
