@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cachecraft_rag.cli.arguments import names, numbers
 from cachecraft_rag.config import EngineConfig, RecomputeConfig
 from cachecraft_rag.errors import CacheCraftError, PromptTooLongError
 from cachecraft_rag.store_config import MemoryTierConfig, StoreConfig
@@ -33,6 +34,10 @@ def evaluate(
     ] = True,
     number: Annotated[int, typer.Option("--questions", min=1, help="How many questions, drawn by the seed.")] = 50,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")] = Path("evaluation"),
+    figures: Annotated[
+        bool, typer.Option("--figures", help="Also measure by ratio, chunk size, hot share and prefetch window.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small sample for --figures.")] = False,
     answers: Annotated[
         bool, typer.Option("--answers/--no-answers", help="Generate answers; divergence needs none and is quicker.")
     ] = True,
@@ -48,10 +53,14 @@ def evaluate(
 
     Documents without a text are looked up in QUESTIONS_docs.jsonl; questions with spans have theirs cut into chunks.
 
-    Prints tables, and writes every answer (CSV), the tables (Markdown) and a plot (PNG).
+    Prints tables, and writes every answer (CSV), the tables (Markdown) and a plot (PNG). With --figures there are
+    curves too: quality against ratio, quality and throughput against chunk size, hit rate and time to first token
+    against hot share, load time against prefetch window (CSV, Markdown, a PNG each).
     """
     from cachecraft_rag.engine import CacheCraftEngine
-    from cachecraft_rag.evaluate.questions import INSTRUCTION, load_questions
+    from cachecraft_rag.evaluate.curve_report import write_curves
+    from cachecraft_rag.evaluate.curves import FULL_EXTENT, QUICK_EXTENT, CurveMaker
+    from cachecraft_rag.evaluate.questions import INSTRUCTION, load_questions, load_sources
     from cachecraft_rag.evaluate.report import as_rich, write_report
     from cachecraft_rag.evaluate.run import Evaluator, Outcome, variants
 
@@ -59,14 +68,14 @@ def evaluate(
     too_long = 0
     try:
         _check_extras()
-        wanted = variants(_names(policies), _amounts(ratios), charged=charged, with_answer=answers)
+        wanted = variants(names(policies), numbers(ratios, float, "--ratios"), charged=charged, with_answer=answers)
         store = StoreConfig.model_validate({"cold": MemoryTierConfig.model_validate({"size": memory})})
         with CacheCraftEngine.from_pretrained(model, EngineConfig(store=store), dtype=dtype) as engine:
             limits = {"limit": number, "seed": seed, "chunk_tokens": chunk_tokens, "num_chunks": num_chunks}
             asked = load_questions(questions, engine.prompts, **limits)
             system = INSTRUCTION if instruction is None else instruction
-            evaluator = Evaluator(engine, instruction=system, max_new_tokens=max_new_tokens)
-            with Progress(*_COLUMNS, console=Console(stderr=True), transient=True) as progress:
+            progress = Progress(*_COLUMNS, console=Console(stderr=True), transient=True)
+            with Evaluator(engine, instruction=system, max_new_tokens=max_new_tokens) as evaluator, progress:
                 task = progress.add_task("answering", total=len(asked) * (1 + len(wanted)))
                 for index, question in enumerate(asked, 1):
                     try:
@@ -76,10 +85,23 @@ def evaluate(
                     except PromptTooLongError:
                         too_long += 1
                     progress.update(task, completed=index * (1 + len(wanted)))
-        if not outcomes:
-            raise ValueError(f"all of {too_long} questions are longer than the model's context window")
-        title = f"{Path(model).name} on {questions.name}"
-        paths = write_report(outcomes, out, title)
+            if not outcomes:
+                raise ValueError(f"all of {too_long} questions are longer than the model's context window")
+            title = f"{Path(model).name} on {questions.name}"
+            paths = write_report(outcomes, out, title)
+            if figures:
+                extent = (QUICK_EXTENT if quick else FULL_EXTENT).over(number, chunk_tokens, num_chunks)
+                maker = CurveMaker(
+                    engine,
+                    load_sources(questions, seed=seed),
+                    extent,
+                    instruction=system,
+                    max_new_tokens=max_new_tokens,
+                    with_answer=answers,
+                    seed=seed,
+                    show_progress=True,
+                )
+                paths += write_curves(maker.all(chunk_tokens), out, title)
     except (ValueError, ImportError, OSError, RuntimeError, CacheCraftError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
@@ -88,17 +110,6 @@ def evaluate(
         typer.echo(f"{too_long} questions left out: longer than the model's context window")
     for path in paths:
         typer.echo(f"wrote {path}")
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _amounts(text: str) -> list[float]:
-    try:
-        return [float(part) for part in _names(text)]
-    except ValueError as error:
-        raise ValueError(f"--ratios: {text!r} is no list of numbers by commas") from error
 
 
 def _check_extras() -> None:

@@ -41,6 +41,48 @@ class Question:
         return RagPrompt(system=instruction, chunks=self.chunks, question=f"Question: {self.question}\nAnswer:")
 
 
+@dataclass(frozen=True)
+class Source:
+    """A question with its documents as they are, before they are cut.
+
+    Attributes:
+        id: As in ``Question``.
+        question: As in ``Question``.
+        answers: As in ``Question``.
+        documents: The documents, each with its title as first line unless it carries spans.
+        spans: Character ranges of the answers in the one document; empty where none are known.
+    """
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    documents: tuple[str, ...]
+    spans: tuple[tuple[int, int], ...] = ()
+
+
+def load_sources(path: str | Path, *, seed: int = 0) -> list[Source]:
+    """All questions of a file with their documents, in the order of ``load_questions``.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A line is not as described (file, line and field are named), or there is none.
+    """
+    path = Path(path)
+    documents = _documents(path)
+    sources = []
+    for row in _drawn(path, seed):
+        found = _found(row, documents)
+        asked = (row.name, row.text("question"), row.answers())
+        if "spans" in row.fields:
+            text = _only(row, found)
+            sources.append(Source(*asked, (text,), row.spans(len(text))))
+        else:
+            sources.append(Source(*asked, tuple(map(_chunk_text, found))))
+    if not sources:
+        raise ValueError(f"{path}: there is no question")
+    return sources
+
+
 def load_questions(
     path: str | Path,
     prompts: PromptEncoder,
@@ -72,19 +114,11 @@ def load_questions(
         if value is not None and value < 1:
             raise ValueError(f"{name}: {value} is too small; give at least 1")
     path = Path(path)
-    rows = list(_rows(path))
     documents = _documents(path)
     cutter = _Cutter(prompts, chunk_tokens, num_chunks, seed)
-    random.Random(seed).shuffle(rows)
     questions: list[Question] = []
-    ids: dict[str, int] = {}
-    for row in rows:
-        if row.name in ids:
-            raise row.error("id", f"{row.name!r} is also that of line {ids[row.name]}")
-        ids[row.name] = row.number
-        found = [
-            _with_text(row, index, document, documents) for index, document in enumerate(row.list_of("docs", dict))
-        ]
+    for row in _drawn(path, seed):
+        found = _found(row, documents)
         chunks = cutter.chunks(row, found) if "spans" in row.fields else tuple(map(_chunk_text, found))
         if chunks is None:
             continue
@@ -126,6 +160,16 @@ class _Row:
     def answers(self) -> tuple[str, ...]:
         return tuple(self.list_of("answers", str))
 
+    def spans(self, length: int) -> tuple[tuple[int, int], ...]:
+        """Where the answers stand in a document of so many characters."""
+        return tuple(self._span(span, length) for span in self.list_of("spans", dict))
+
+    def _span(self, span: Mapping[str, Any], length: int) -> tuple[int, int]:
+        start, end = span.get("start"), span.get("end")
+        if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start < end <= length:
+            raise self.error("spans", f"{dict(span)!r} is no range of the document's {length} characters")
+        return start, end
+
 
 class _Cutter:
     """Cuts documents into chunks, each document once."""
@@ -136,10 +180,8 @@ class _Cutter:
 
     def chunks(self, row: _Row, documents: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
         """Chunks of the question's document, those with its answers among them; ``None`` if that can't be had."""
-        if len(documents) != 1:
-            raise row.error("docs", f"{len(documents)} documents; spans are offsets in one")
-        text: str = documents[0]["text"]
-        answers = [self._span(row, span, len(text)) for span in row.list_of("spans", dict)]
+        text = _only(row, documents)
+        answers = row.spans(len(text))
         if text not in self._cut:
             self._cut[text] = self._bounds(text)
         bounds = self._cut[text]
@@ -174,12 +216,6 @@ class _Cutter:
             start = end
         return bounds
 
-    def _span(self, row: _Row, span: Mapping[str, Any], length: int) -> tuple[int, int]:
-        start, end = span.get("start"), span.get("end")
-        if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start < end <= length:
-            raise row.error("spans", f"{dict(span)!r} is no range of the document's {length} characters")
-        return start, end
-
 
 def _common_length(a: str, b: str) -> int:
     """Length of the common beginning of two texts."""
@@ -202,10 +238,35 @@ def _rows(path: Path) -> Iterator[_Row]:
             yield _Row(path, number, fields)
 
 
+def _drawn(path: Path, seed: int) -> Iterator[_Row]:
+    """The rows of a file in an order drawn by the seed."""
+    rows = list(_rows(path))
+    random.Random(seed).shuffle(rows)
+    ids: dict[str, int] = {}
+    for row in rows:
+        if row.name in ids:
+            raise row.error("id", f"{row.name!r} is also that of line {ids[row.name]}")
+        ids[row.name] = row.number
+        yield row
+
+
 def _documents(path: Path) -> dict[str, Mapping[str, Any]]:
     """The documents beside a file of questions, by id; none where there is no such file."""
     beside = path.with_name(f"{path.stem}_docs{path.suffix}")
     return {row.name: {**row.fields, "text": row.text("text")} for row in _rows(beside)} if beside.exists() else {}
+
+
+def _found(row: _Row, documents: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The documents of a question with their texts."""
+    return [_with_text(row, index, document, documents) for index, document in enumerate(row.list_of("docs", dict))]
+
+
+def _only(row: _Row, documents: Sequence[Mapping[str, Any]]) -> str:
+    """The text of the one document that spans are offsets in."""
+    if len(documents) != 1:
+        raise row.error("docs", f"{len(documents)} documents; spans are offsets in one")
+    text: str = documents[0]["text"]
+    return text
 
 
 def _with_text(

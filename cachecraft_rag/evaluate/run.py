@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from typing import Literal
 
 import torch
 
-from cachecraft_rag.config import RecomputeConfig
+from cachecraft_rag.config import EngineConfig, RecomputeConfig
 from cachecraft_rag.engine import CacheCraftEngine
 from cachecraft_rag.evaluate.charge import BY_CFO, Charge, charge_for
 from cachecraft_rag.evaluate.metrics import exact_match, rouge_l, token_f1
@@ -20,6 +19,7 @@ from cachecraft_rag.prompt import RagPrompt
 from cachecraft_rag.result import GenerationResult
 from cachecraft_rag.selection import POLICIES
 from cachecraft_rag.stats import RequestStats
+from cachecraft_rag.store_config import StoreConfig
 
 FULL = "full prefill"
 """Label of the reference."""
@@ -126,7 +126,7 @@ class Evaluator:
     Chunks are computed and stored before a question is asked, and nothing is learnt from answering: the order of
     variants does not matter. ``inter_attention`` reuses what earlier prompts left, so it gets two, each with half of
     the chunks in random order, answered in a namespace of its own that begins empty for every question. For variants
-    whose chunks are computed behind something else there are engines of the same model and settings, closed in
+    whose chunks are computed behind something else there are engines of the same model, closed in
     ``close``.
 
     Args:
@@ -183,21 +183,29 @@ class Evaluator:
         )
         asked = _Asked(question, prompt, reference.answer, reference.logits)
         yield asked.outcome(None, None, reference.logits, reference.answer.stats, reference.answer)
-        for behind, group in groupby(sorted(variants, key=_behind), key=_behind):
-            engine, those = self._engine_behind(behind), list(group)
-            engine.warm(question.chunks)
-            if any(variant.recompute.policy == BY_CFO for variant in those):
-                self._leave_variants(engine, question)
-            for variant in those:
-                yield self._try(engine, asked, variant)
+        ready: set[str] = set()
+        for variant in variants:
+            engine = self._engine_behind(variant.behind)
+            if engine.config.encode.behind not in ready:
+                ready.add(engine.config.encode.behind)
+                engine.warm(question.chunks)
+                if any(one.recompute.policy == BY_CFO and one.behind == variant.behind for one in variants):
+                    self._leave_variants(engine, question)
+            yield self._try(engine, asked, variant)
 
-    def _engine_behind(self, behind: str) -> CacheCraftEngine:
+    def _engine_behind(self, behind: Behind | None) -> CacheCraftEngine:
+        """The engine itself, or one like it that keeps its chunks in host memory only."""
         config = self._engine.config
-        if behind in ("", config.encode.behind):
+        if behind is None or behind == config.encode.behind:
             return self._engine
         if behind not in self._others:
-            encode = config.encode.model_copy(update={"behind": behind})
-            config = config.model_copy(update={"encode": encode, "calibration": None})
+            config = EngineConfig(
+                namespace=config.namespace,
+                encode=config.encode.model_copy(update={"behind": behind}),
+                store=StoreConfig(cold=config.store.cold),
+                keep_exact=config.keep_exact,
+                context_window=config.context_window,
+            )
             self._others[behind] = CacheCraftEngine(self._engine.model, self._engine.tokenizer, config)
         return self._others[behind]
 
@@ -231,10 +239,6 @@ class Evaluator:
             namespace=namespace,
         )
         return asked.outcome(variant, charge, both.logits, both.answer.stats, both.answer)
-
-
-def _behind(variant: Variant) -> str:
-    return variant.behind or ""
 
 
 @dataclass(frozen=True, eq=False)
