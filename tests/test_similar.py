@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from cachecraft_rag import CacheCraftEngine, EngineConfig, RagPrompt
+from cachecraft_rag import CacheCraftEngine, EngineConfig, SamplingConfig, prefiller
 from cachecraft_rag.config import SimilarConfig
+from cachecraft_rag.selection.base import top_candidates
 from cachecraft_rag.similar import AskedQuestion, SimilarQuestions
 from tests.conftest import passage, rag_prompt
 from tests.tiny_models import make
@@ -229,29 +230,30 @@ def test_another_question_is_scored_itself(make_asked: Any) -> None:
     assert len(asked.engine.library.questions) == 2
 
 
-def test_with_a_new_chunk_the_question_is_scored_and_the_shared_chunks_get_added_weight(make_asked: Any) -> None:
+def test_with_a_new_chunk_the_question_is_scored_and_the_shared_chunks_get_added_weight(
+    make_asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = make_asked(weight=1e9)
     asked.ask(LEASE, 1, 2, 3)
-    known = asked.engine.library.questions
-    earlier = next(iter(known._questions.values())).scores
+    earlier = next(iter(asked.engine.library.questions._questions.values())).scores
+    results: list[Any] = []
+    prefill = prefiller.selective_prefill
+    monkeypatch.setattr(prefiller, "selective_prefill", lambda *args: results.append(prefill(*args)) or results[-1])
     prompt = rag_prompt(1, 4, 2, question=SAME_LEASE)
-    request = request_of(asked, prompt)
-    assert asked.passes == 2
-    assert request.stats().similarity > 0.99
-    own = request.asked.scores
-    assert set(own) == {chunk.exact_key.chunk for chunk in request.chunks}
-    for chunk in (request.chunks[0], request.chunks[2]):
-        assert not torch.equal(
-            own[chunk.exact_key.chunk], earlier[chunk.exact_key.chunk]
-        )  # kept is what it gave itself
-
-
-def request_of(asked: Engine, prompt: RagPrompt) -> Any:
-    from cachecraft_rag import SamplingConfig
-
     request = asked.engine.intake.take(prompt, SamplingConfig(max_new_tokens=2))
     asked.engine.prefill(request, reuse=True)
-    return request
+    assert asked.passes == 2
+    assert request.stats().similarity > 0.99
+    names = [chunk.exact_key.chunk for chunk in request.chunks]
+    own = request.asked.scores  # what it found itself is kept
+    assert set(own) == set(names)
+    assert not torch.equal(own[names[0]], earlier[names[0]])
+    # With so much weight the earlier scores decide, but for the chunk that has none.
+    spans = request.encoded.spans
+    positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
+    scores = torch.cat([earlier.get(name, own[name]) for name in names])
+    expected = positions[top_candidates(scores, results[0].selected.numel())]
+    assert set(expected.tolist()) == set(results[0].selected.tolist())
 
 
 def test_the_pass_can_be_kept(make_asked: Any) -> None:
@@ -292,10 +294,8 @@ def test_the_chunks_of_a_similar_question_are_loaded_ahead(make_asked: Any, tmp_
     engine = asked.engine
     asked.ask(LEASE, 1, 2, 3)
     engine.store.flush()
-    memory = engine.store.tiers[0]
-    memory.clear()
+    assert engine.prefetch_similar(SAME_LEASE) == 0  # they are in memory
+    engine.store.tiers[0].clear()
     assert engine.prefetch_similar(GARDEN) == 0
+    assert engine.prefetch_similar(SAME_LEASE, namespace="other") == 0
     assert engine.prefetch_similar(SAME_LEASE) == 3
-    engine.store.flush()
-    stats = asked.ask(SAME_LEASE, 1, 2, 3)
-    assert stats.hits_by_tier == {memory.name: 3}

@@ -21,7 +21,7 @@ from tests.tiny_tokenizers import byte_level
 
 Model = BaseLanguageModel[Any]
 PROMPT = "\n\n".join(passage(number) for number in range(9000, 9006))
-"""Of texts that no other test retrieves: known chunks would be measured after the first answer, and change the second."""
+"""No other test retrieves these texts: known chunks are measured after the first answer, and change the second."""
 
 
 async def by_invoke(model: Model) -> str:
