@@ -3,64 +3,25 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cachecraft_rag import CacheCraftEngine, RecomputeConfig, StoreConfig
+from cachecraft_rag import RecomputeConfig, StoreConfig
 from cachecraft_rag.evaluate.bootstrap import Interval
 from cachecraft_rag.evaluate.curve import Curve, Point
 from cachecraft_rag.evaluate.curve_report import as_markdown, write_curves
-from cachecraft_rag.evaluate.curves import FULL_EXTENT, CurveMaker, Extent
+from cachecraft_rag.evaluate.curves import FULL_EXTENT, CurveMaker
 from cachecraft_rag.evaluate.hot_share import hot_share_curve, zipf_stream
 from cachecraft_rag.evaluate.load_ahead import forget_pages
 from cachecraft_rag.evaluate.quality_curves import BEHIND
 from cachecraft_rag.evaluate.questions import Source
 from cachecraft_rag.evaluate.stored_sample import distinct_chunks, engine_with, stored_chunks
 from tests.conftest import EngineMaker, passage
+from tests.curve_samples import SMALL, maker, settled, sources
 
 pytest.importorskip("matplotlib")
-
-SMALL = Extent(
-    questions=2,
-    context_tokens=400,
-    chunk_sizes=(64, 128, 5000),
-    ratios=(0.0, 0.3, 1.0),
-    hot_shares=(0.0, 0.5, 1.0),
-    per_request=2,
-    distinct=10,
-    fewest=10,
-    replayed=60,
-    answered=2,
-    windows=(0, 2),
-    loads=2,
-)
-
-
-def sources(number: int = 2, num_paragraphs: int = 6) -> list[Source]:
-    texts = ["\n\n".join(passage(50 * n + index, 3) for index in range(num_paragraphs)) for n in range(number)]
-    return [Source(f"q{n}", "What ends first?", ("the lease",), (text,)) for n, text in enumerate(texts)]
-
-
-def maker(engine: CacheCraftEngine, extent: Extent = SMALL) -> CurveMaker:
-    return CurveMaker(engine, sources(), extent, max_new_tokens=3)
-
-
-def settled(
-    name: str, values: Mapping[float, object], best: object, current: object, labels: tuple[str, ...] = ()
-) -> Curve:
-    """A curve of one figure, with the lowest divergence at the best value."""
-    kls = {x: 0.01 if value == best else 0.05 for x, value in values.items()}
-    points = []
-    for x, value in values.items():
-        figures = {"kl": Interval(kls[x], kls[x], kls[x])}
-        if value != current:
-            change = kls[x] - next(kls[other] for other, found in values.items() if found == current)
-            figures["kl_change"] = Interval(change, change, change)
-        points.append(Point(x, figures))
-    return Curve(name, name, name, ("kl",), tuple(points), "by hand", labels)
 
 
 def test_what_chunks_are_computed_behind_is_measured_on_the_same_questions(make_engine: EngineMaker) -> None:

@@ -15,7 +15,9 @@ from cachecraft_rag.evaluate.quality_curves import BEHIND
 from cachecraft_rag.evaluate.run import Behind
 from cachecraft_rag.evaluate.tune import tune
 from tests.conftest import EngineMaker
-from tests.test_evaluate_curves import SMALL, maker, settled, sources
+from tests.curve_samples import SMALL, maker, settled, sources
+
+pytest.importorskip("matplotlib")
 
 
 class Settled(CurveMaker):
