@@ -24,6 +24,15 @@ def _two_threads() -> None:
     torch.set_num_threads(min(2, torch.get_num_threads()))  # tiny tensors: more threads only wait for each other
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and its tokenizer, as a command takes it."""
+    folder = tmp_path_factory.mktemp("model")
+    make("llama").save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def make_engine() -> Iterator[EngineMaker]:
     """Make engines on tiny models: ``make_engine("llama", ratio=0.2)``; closed after the test."""
@@ -38,6 +47,17 @@ def make_engine() -> Iterator[EngineMaker]:
     yield maker
     for engine in engines:
         engine.close()
+
+
+class CountedPrompt(str):
+    """A prompt that counts the characters taken out of it."""
+
+    num_chars = 0
+
+    def __getitem__(self, key: object) -> str:
+        part = super().__getitem__(key)  # type: ignore[index]
+        self.num_chars += len(part)
+        return part
 
 
 def passage(number: int, num_sentences: int = 8) -> str:

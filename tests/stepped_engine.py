@@ -37,6 +37,12 @@ class SteppedEngine(CacheCraftEngine):
         """Wait for the next piece, as a task of an event loop that must stay free meanwhile."""
         assert await asyncio.to_thread(self.entered.acquire, timeout=WAIT_S), "no piece was computed"
 
+    async def give_out(self, number: int) -> None:
+        """Wait for so many pieces, and allow each."""
+        for _ in range(number):
+            await self.enter()
+            self.allowed.release()
+
     async def finish(self) -> None:
         """Allow whatever is still to come, and wait for the end of the answer."""
         self.allowed.release(1000)

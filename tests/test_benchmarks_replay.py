@@ -25,18 +25,9 @@ from benchmarks.stream import FEWEST, MOST, Asked, Retriever, cut, load_asked, m
 from cachecraft_rag import RagPrompt
 from cachecraft_rag.prompt import PromptEncoder
 from tests.conftest import passage
-from tests.tiny_models import make
 from tests.tiny_tokenizers import byte_level
 
 ASKED = [Asked(f"q{number}", f"What is {number}?", (f"a{number}", "b", f"c{number}")) for number in range(20)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make("llama").save_pretrained(folder)
-    byte_level().save_pretrained(folder)
-    return folder
 
 
 def settings(model: Path, **options: Any) -> Settings:

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from cachecraft_rag.cli import app
 from tests.conftest import passage
-from tests.tiny_models import make
-from tests.tiny_tokenizers import byte_level
 
 SMALL = ("--chunks", 2, "--chunk-tokens", 32, "--requests", 2, "--max-new-tokens", 3)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make("llama").save_pretrained(folder)
-    byte_level().save_pretrained(folder)
-    return folder
 
 
 def run(*arguments: object, code: int = 0) -> str:

@@ -13,21 +13,11 @@ from typer.testing import CliRunner
 from cachecraft_rag import EngineConfig
 from cachecraft_rag.cli import app
 from tests.conftest import passage
-from tests.tiny_models import make
-from tests.tiny_tokenizers import byte_level
 
 pytest.importorskip("matplotlib")
 
 CURVES = {"chunk_size", "behind", "offset", "ratio", "hot_share", "load_ahead"}
 PLOTS = {f"{name}.png" for name in CURVES}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make("llama").save_pretrained(folder)
-    byte_level().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

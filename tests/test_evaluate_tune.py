@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from cachecraft_rag import CacheCraftEngine, EngineConfig, RecomputeConfig, StoreConfig
+from cachecraft_rag.config import Behind
 from cachecraft_rag.evaluate.calibrate import calibrate
 from cachecraft_rag.evaluate.curve import Curve
 from cachecraft_rag.evaluate.curves import CurveMaker, Extent
 from cachecraft_rag.evaluate.quality_curves import BEHIND
-from cachecraft_rag.evaluate.run import Behind
 from cachecraft_rag.evaluate.tune import tune
 from tests.conftest import EngineMaker
 from tests.curve_samples import SMALL, maker, settled, sources

@@ -10,6 +10,7 @@ import pytest
 
 from cachecraft_rag.chunk_forms import MAX_FORMS, forms_of
 from cachecraft_rag.pieces import MIN_PIECE_CHARS, RECENT_TEXTS, PieceIndex, PieceSpan, apart
+from tests.conftest import CountedPrompt
 
 
 def passages(count: int, seed: int = 0, low: int = 120, high: int = 300) -> list[str]:
@@ -152,17 +153,6 @@ def test_random_cuts_are_found_and_nothing_else() -> None:
             expected.append((at - length, at, chunk, offset))
         prompt = "".join(parts) + "\x03"
         assert [(span.start, span.end, span.text, span.offset) for span in find(index, prompt)] == expected
-
-
-class CountedPrompt(str):
-    """A prompt that counts the characters taken out of it."""
-
-    num_chars = 0
-
-    def __getitem__(self, key: object) -> str:
-        part = super().__getitem__(key)  # type: ignore[index]
-        self.num_chars += len(part)
-        return part
 
 
 def test_boilerplate_costs_bounded_work_and_is_still_covered() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cachecraft_rag.pieces import RECENT_TEXTS
 from cachecraft_rag.registry import MIN_CHARS, PIECE_NAMESPACES, ChunkRegistry, TextSpan
+from tests.conftest import CountedPrompt
 
 CLAUSE = "The Supplier shall deliver the Products within thirty days after receipt of the Purchase Order."
 QUOTED = 'He said "it\'s fine"\nand left;\tthe path C:\\temp stayed empty, as the report of the auditors shows.'
@@ -252,17 +253,6 @@ def test_any_text_is_found_between_any_others(text: str, before: str, after: str
     spans = registry.find(prompt)
     assert bool(spans) == (len(chunk) >= MIN_CHARS)
     assert all(part in forms(chunk) for part in texts_at(prompt, spans))
-
-
-class CountedPrompt(str):
-    """A prompt that counts the characters taken out of it."""
-
-    num_chars = 0
-
-    def __getitem__(self, key: object) -> str:
-        part = super().__getitem__(key)  # type: ignore[index]
-        self.num_chars += len(part)
-        return part
 
 
 def _boilerplate(count: int) -> list[str]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from itertools import pairwise
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from llama_index.core.llms import ChatMessage
 from cachecraft_rag import AnswerStream, CacheCraftEngine, GenerationResult
 from llama_index.llms.cachecraft import CacheCraftLLM
 from tests.conftest import passage
+from tests.loop_thread import longest_turn, no_garbage_collection
 from tests.stepped_engine import WAIT_S, SteppedEngine
 from tests.tiny_models import make
 from tests.tiny_tokenizers import byte_level
@@ -45,15 +44,6 @@ async def by_chat_stream(llm: CacheCraftLLM) -> str:
     return "".join([step.delta or "" async for step in await llm.astream_chat(MESSAGES)])
 
 
-@pytest.fixture
-def without_gc() -> Iterator[None]:
-    """No garbage collection, which takes its time in whichever thread it begins."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 every_way = pytest.mark.parametrize("answer", [by_complete, by_chat, by_complete_stream, by_chat_stream])
 
 
@@ -63,36 +53,23 @@ async def test_the_event_loop_runs_while_an_answer_is_computed(
 ) -> None:
     llm, engine = stepped
     task = asyncio.create_task(answer(llm))
-    for _ in range(3):  # only a free loop gets here; with a blocked one nobody would allow the next piece
-        await engine.enter()
-        engine.allowed.release()
+    await engine.give_out(3)  # only a free loop gets here; with a blocked one nobody would allow the next piece
     assert not task.done()
     await engine.finish()
     assert await task == llm.complete(PROMPT).text
 
 
 @every_way
-@pytest.mark.usefixtures("without_gc")
 async def test_the_event_loops_thread_is_busy_for_less_than_50_ms_at_a_time_while_two_calls_run(
     answer: Any, make_llm: Callable[..., CacheCraftLLM]
 ) -> None:
     llm = make_llm(max_new_tokens=60)
-    ticks: list[float] = []
-
-    async def tick() -> None:
-        while True:
-            ticks.append(time.thread_time())  # of this thread only, however busy the machine is
-            await asyncio.sleep(0.001)
-
     await answer(llm)
     started = time.process_time()
     llm.complete(PROMPT)
     when_blocked = time.process_time() - started
-    ticker = asyncio.create_task(tick())
-    await asyncio.sleep(0)
-    await asyncio.gather(answer(llm), answer(llm))
-    ticker.cancel()
-    assert max(later - earlier for earlier, later in pairwise(ticks)) < min(0.05, when_blocked / 2)
+    with no_garbage_collection():
+        assert await longest_turn(answer(llm), answer(llm)) < min(0.05, when_blocked / 2)
 
 
 async def test_calls_side_by_side_answer_like_calls_in_turn(make_llm: Callable[..., CacheCraftLLM]) -> None:
@@ -121,9 +98,7 @@ async def test_cancelling_a_task_ends_the_generation_with_the_token_that_is_bein
 ) -> None:
     llm, engine = stepped
     task = asyncio.create_task(answer(llm))
-    for _ in range(2):
-        await engine.enter()
-        engine.allowed.release()
+    await engine.give_out(2)
     await engine.enter()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

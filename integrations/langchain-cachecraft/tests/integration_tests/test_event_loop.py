@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ from langchain_core.language_models import BaseLanguageModel
 from cachecraft_rag import CacheCraftEngine, EngineConfig
 from langchain_cachecraft import CacheCraftLLM, ChatCacheCraft
 from tests.conftest import passage
+from tests.loop_thread import longest_turn, no_garbage_collection
 from tests.stepped_engine import SteppedEngine
 from tests.tiny_models import make
 from tests.tiny_tokenizers import byte_level
@@ -36,15 +34,6 @@ def _text(answer: Any) -> str:
     return answer if isinstance(answer, str) else str(answer.text)
 
 
-@pytest.fixture
-def without_gc() -> Iterator[None]:
-    """No garbage collection, which takes its time in whichever thread it begins."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 every_model = pytest.mark.parametrize("kind", [ChatCacheCraft, CacheCraftLLM])
 every_way = pytest.mark.parametrize("answer", [by_invoke, by_stream])
 
@@ -54,9 +43,7 @@ every_way = pytest.mark.parametrize("answer", [by_invoke, by_stream])
 async def test_the_event_loop_runs_while_an_answer_is_computed(answer: Any, kind: Any) -> None:
     with SteppedEngine() as engine:
         task = asyncio.create_task(answer(kind(engine=engine)))
-        for _ in range(3):  # only a free loop gets here; with a blocked one nobody would allow the next piece
-            await engine.enter()
-            engine.allowed.release()
+        await engine.give_out(3)  # only a free loop gets here; with a blocked one nobody would allow the next piece
         assert not task.done()
         await engine.finish()
         assert await task == _text(kind(engine=engine).invoke(PROMPT))
@@ -64,28 +51,17 @@ async def test_the_event_loop_runs_while_an_answer_is_computed(answer: Any, kind
 
 @every_model
 @every_way
-@pytest.mark.usefixtures("without_gc")
 async def test_the_event_loops_thread_is_busy_for_less_than_50_ms_at_a_time_while_two_calls_run(
     answer: Any, kind: Any
 ) -> None:
-    ticks: list[float] = []
-
-    async def tick() -> None:
-        while True:
-            ticks.append(time.thread_time())  # of this thread only, however busy the machine is
-            await asyncio.sleep(0.001)
-
     with CacheCraftEngine(make("llama"), byte_level(), EngineConfig(max_new_tokens=60)) as engine:
         model = kind(engine=engine)
         await answer(model)
         started = time.process_time()
         model.invoke(PROMPT)
         when_blocked = time.process_time() - started
-        ticker = asyncio.create_task(tick())
-        await asyncio.sleep(0)
-        await asyncio.gather(answer(model), answer(model))
-        ticker.cancel()
-    assert max(later - earlier for earlier, later in pairwise(ticks)) < min(0.05, when_blocked / 2)
+        with no_garbage_collection():
+            assert await longest_turn(answer(model), answer(model)) < min(0.05, when_blocked / 2)
 
 
 @every_model
@@ -95,9 +71,7 @@ async def test_cancelling_a_task_ends_the_generation_with_the_token_that_is_bein
 ) -> None:
     with SteppedEngine() as engine:
         task = asyncio.create_task(answer(kind(engine=engine)))
-        for _ in range(2):
-            await engine.enter()
-            engine.allowed.release()
+        await engine.give_out(2)
         await engine.enter()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
