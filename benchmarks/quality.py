@@ -10,19 +10,16 @@ comes, to ``SET.jsonl`` in the folder of results; a run that was interrupted goe
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
 
 from rich.console import Console
 from tqdm.auto import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.results_file import ResultsFile
 from benchmarks.workload import machine
 from cachecraft_rag import CacheCraftEngine, EngineConfig
 from cachecraft_rag.evaluate import (
@@ -74,17 +71,17 @@ def measure(engine: CacheCraftEngine, name: str, count: int, arguments: argparse
         **options,
     }
     asking = {"instruction": arguments.instruction, "max_new_tokens": arguments.max_new_tokens}
-    with Evaluator(engine, **asking) as evaluator, _written(arguments.out / f"{name}.jsonl", run) as (known, file):
+    results = ResultsFile(arguments.out / f"{name}.jsonl", run)
+    known = {_key(outcome): outcome for outcome in (Outcome(**row) for row in results.rows)}
+    with Evaluator(engine, **asking) as evaluator:
         for question in tqdm(questions, desc=name, unit="question"):
             missing = [v for v in wanted if (question.id, v.label, v.setting) not in known]
             if not missing:
                 continue
             for outcome in evaluator.run(question, missing):
-                key = (outcome.question, outcome.label, outcome.setting)
-                if key not in known:  # full prefill is answered again as the reference of the others
-                    known[key] = outcome
-                    file.write(json.dumps(outcome.as_dict()) + "\n")
-                    file.flush()
+                if _key(outcome) not in known:  # full prefill is answered again as the reference of the others
+                    known[_key(outcome)] = outcome
+                    results.append(outcome.as_dict())
     asked, tried = {question.id for question in questions}, {(variant.label, variant.setting) for variant in wanted}
     return [o for o in known.values() if o.question in asked and (not o.setting or (o.label, o.setting) in tried)]
 
@@ -114,22 +111,8 @@ def as_table(rows: list[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-@contextmanager
-def _written(path: Path, run: dict[str, Any]) -> Iterator[tuple[dict[tuple[str, str, str], Outcome], TextIO]]:
-    """Outcomes written before, by question, label and setting, and the file that takes more."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1]  # a line that was being written when a run ended goes
-    rows = [json.loads(line) for line in whole.splitlines()] or [run]
-    if rows[0] != run:
-        changed = ", ".join(name for name in run if rows[0].get(name) != run[name])
-        raise SystemExit(f"{path} was measured with another {changed}; give another --out")
-    found = (Outcome(**row) for row in rows[1:])
-    known = {(outcome.question, outcome.label, outcome.setting): outcome for outcome in found}
-    with path.open("w", encoding="utf-8") as file:
-        file.write(whole or json.dumps(run) + "\n")
-        file.flush()
-        yield known, file
+def _key(outcome: Outcome) -> tuple[str, str, str]:
+    return outcome.question, outcome.label, outcome.setting
 
 
 def _with_answer(variant: Variant, answers: str) -> Variant:
