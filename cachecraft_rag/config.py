@@ -25,6 +25,9 @@ PolicyName = Literal[
     "predicted",
 ]
 
+Behind = Literal["none", "chat_head", "prefix", "passages"]
+"""What chunks are computed behind; see ``EncodeConfig``."""
+
 Preset = Literal["exact", "high", "balanced", "fast"]
 """How close answers come to full prefill's, by name; see ``RecomputeConfig``."""
 
@@ -111,7 +114,7 @@ class EncodeConfig(Settings):
             chunk, ``"inline"`` together with its KV. ``warm`` always measures it at once.
     """
 
-    behind: Literal["none", "chat_head", "prefix", "passages"] = "passages"
+    behind: Behind = "passages"
     instruction: str = "Answer the question using only the passages.\n\n"
     sensitivity: Literal["deferred", "inline"] = "deferred"
 

@@ -35,7 +35,7 @@ def evaluate(
     number: Annotated[int, typer.Option("--questions", min=1, help="How many questions, drawn by the seed.")] = 50,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the files go.")] = Path("evaluation"),
     figures: Annotated[
-        bool, typer.Option("--figures", help="Also measure by ratio, chunk size, hot share and prefetch window.")
+        bool, typer.Option("--figures", help="Also measure by all that cachecraft tune chooses.")
     ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A small sample for --figures.")] = False,
     answers: Annotated[
@@ -54,8 +54,9 @@ def evaluate(
     Documents without a text are looked up in QUESTIONS_docs.jsonl; questions with spans have theirs cut into chunks.
 
     Prints tables, and writes every answer (CSV), the tables (Markdown) and a plot (PNG). With --figures there are
-    curves too: quality against ratio, quality and throughput against chunk size, hit rate and time to first token
-    against hot share, load time against prefetch window (CSV, Markdown, a PNG each).
+    curves too: quality against ratio, offset and what chunks are computed behind, quality and throughput against chunk
+    size, hit rate and time to first token against hot share, load time against prefetch window (CSV, Markdown, a PNG
+    each).
     """
     from cachecraft_rag.engine import CacheCraftEngine
     from cachecraft_rag.evaluate.curve_report import write_curves

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from cachecraft_rag.config import RecomputeConfig
+from cachecraft_rag.config import Behind, RecomputeConfig
 from cachecraft_rag.engine import CacheCraftEngine
 from cachecraft_rag.evaluate.charge import BY_CFO
 from cachecraft_rag.evaluate.curve import Curve
@@ -23,7 +23,7 @@ from cachecraft_rag.evaluate.quality_curves import (
 )
 from cachecraft_rag.evaluate.questions import INSTRUCTION, Question, Source
 from cachecraft_rag.evaluate.resplit import Resplitter, resplit
-from cachecraft_rag.evaluate.run import Behind, Evaluator
+from cachecraft_rag.evaluate.run import Evaluator
 from cachecraft_rag.evaluate.stored_sample import distinct_chunks, stored_chunks
 from cachecraft_rag.store_config import MemoryTierConfig, StoreConfig
 

@@ -7,12 +7,12 @@ from typing import get_args
 
 from tqdm.auto import tqdm
 
-from cachecraft_rag.config import RecomputeConfig
+from cachecraft_rag.config import Behind, RecomputeConfig
 from cachecraft_rag.errors import PromptTooLongError
 from cachecraft_rag.evaluate.bootstrap import Interval, bootstrap_mean, bootstrap_median, paired_difference
 from cachecraft_rag.evaluate.curve import Curve, Point
 from cachecraft_rag.evaluate.questions import Question
-from cachecraft_rag.evaluate.run import FULL, Behind, Evaluator, Outcome, Variant
+from cachecraft_rag.evaluate.run import FULL, Evaluator, Outcome, Variant
 
 BEHIND: tuple[Behind, ...] = get_args(Behind)
 """What chunks can be computed behind."""

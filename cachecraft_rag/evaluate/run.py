@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
 
 import torch
 
-from cachecraft_rag.config import EngineConfig, RecomputeConfig
+from cachecraft_rag.config import Behind, EngineConfig, RecomputeConfig
 from cachecraft_rag.engine import CacheCraftEngine
 from cachecraft_rag.evaluate.charge import BY_CFO, Charge, charge_for
 from cachecraft_rag.evaluate.metrics import exact_match, rouge_l, token_f1
@@ -26,8 +25,6 @@ FULL = "full prefill"
 
 PUBLISHED = ("key_deviation", "question_attention", "chunk_start", "inter_attention")
 """Selectors of others: CacheBlend, ProphetKV, EPIC, Cache-Craft."""
-
-Behind = Literal["none", "chat_head", "prefix", "passages"]
 
 PUBLISHED_BEHIND: Behind = "prefix"
 """What their chunks are computed behind."""
