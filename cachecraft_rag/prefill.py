@@ -21,7 +21,7 @@ from cachecraft_rag.quality import Goal, residuals
 from cachecraft_rag.rope import RopeSpec
 from cachecraft_rag.selection import ScoringPolicy, SelectionContext, SelectionPolicy
 from cachecraft_rag.selection.base import top_candidates
-from cachecraft_rag.similar import Hint
+from cachecraft_rag.similar import AskedQuestion, Hint
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class PrefillResult:
         predicted_divergence: What the calibration makes of it; ``None`` without one.
         selected: Positions of the chunk tokens that were computed again, ``[num_selected]`` int64, increasing.
         scores: What the policy gave the tokens of every chunk, ``[num_tokens]`` float32 each, ``None`` for a chunk
-            without tokens to choose from; empty where nothing was scored.
+            without tokens to choose from; empty where nothing was scored, or nobody asked.
         is_hinted: Whether an earlier question's scores were used.
         token_layers: Tokens times layers that were computed, selection passes included.
         select_s: Seconds spent on choosing tokens, without those spent on loading.
@@ -71,7 +71,7 @@ def selective_prefill(
     offset: float = 0.0,
     earlier: Sequence[torch.Tensor | None] | None = None,
     deviation: DeviationModel | None = None,
-    hint: Hint | None = None,
+    asked: AskedQuestion | None = None,
 ) -> PrefillResult:
     """Choose the tokens to recompute and compute them with all free tokens in one forward pass.
 
@@ -90,12 +90,12 @@ def selective_prefill(
         earlier: Share of earlier answers' attention that each token of every chunk got, ``[num_tokens]`` float32 where
             one has read the chunk.
         deviation: Predicts how far stored values are off.
-        hint: What a similar question found out; used by policies that score tokens.
+        asked: The question, and what a similar one found out; ``None`` where these are not looked for.
     """
     started, filled = time.perf_counter(), kv.fill_s
     passes = _Passes(adapter, plan, token_ids, kv)
     context = partial(_selection_context, plan, chunk_kvs, adapter.num_layers, seed, passes, earlier, deviation)
-    choice = _choose(plan, policy, goal, context, hint)
+    choice = _choose(plan, policy, goal, context, asked)
     select_s = time.perf_counter() - started - (kv.fill_s - filled)
     if choice.refusal is not None:
         return PrefillResult(None, *choice, passes.token_layers, select_s, 0.0)
@@ -132,7 +132,7 @@ def _choose(
     policy: SelectionPolicy,
     goal: Goal | None,
     make_context: Callable[[torch.Tensor], SelectionContext],
-    hint: Hint | None,
+    asked: AskedQuestion | None,
 ) -> _Choice:
     candidates = _candidates(plan)
     num_candidates = candidates.numel()
@@ -145,8 +145,9 @@ def _choose(
     context = make_context(candidates)
     if not isinstance(policy, ScoringPolicy):
         return _Choice(plan, None, None, None, candidates[policy.select(context)])
+    hint = None if asked is None else asked.hint
     scores, own = _scores(policy, context, hint)
-    found = () if own is None else _by_chunk(plan, context, own), hint is not None
+    found = () if asked is None or own is None else _by_chunk(plan, context, own), hint is not None
     left = residuals(scores)
     if goal is not None and target is not None:
         budget = goal.budget(left)

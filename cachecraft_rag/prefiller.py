@@ -20,7 +20,6 @@ from cachecraft_rag.plan import make_plan
 from cachecraft_rag.prefill import selective_prefill
 from cachecraft_rag.request import Request
 from cachecraft_rag.selection import POLICIES, ScoringPolicy
-from cachecraft_rag.similar import Hint
 
 _REFERENCE = "reuse=False"
 """Why the reference is prefilled in full."""
@@ -75,7 +74,9 @@ class Prefiller:
         """After a complete answer: measure new chunks' sensitivity, keep KV that turned out exact, store new text."""
         with request.timed("store_s"):
             self._keep_what_was_learnt(request)
-            if request.figures.get("fallback_reason") != _REFERENCE and self.reason(0) is None:
+            is_reference = request.figures.get("fallback_reason") == _REFERENCE
+            # Whether the model is undisturbed takes a look at every module, so that is asked last.
+            if self._library.auto_chunks is not None and not is_reference and self.reason(0) is None:
                 self._library.keep_new_parts(request.namespace)
 
     def is_batchable(self, request: Request) -> bool:
@@ -118,34 +119,34 @@ class Prefiller:
             kv = request.kv = self._adapter.new_kv(request.capacity)
             assemble(plan, chunk_kvs, self._capability.rope, kv, self._library.store.readers if lazily else None)
             token_ids = torch.tensor(request.encoded.token_ids)
-            hint, embed_s = self._ask(request)
-            settings, known = request.recompute, (request.earlier, request.deviation, hint)
+            embed_s = self._ask(request)
+            settings, known = request.recompute, (request.earlier, request.deviation, request.asked)
             how = (settings.seed, request.goal, self._capability.rope, settings.offset, *known)
             prefill = selective_prefill(self._adapter, plan, chunk_kvs, token_ids, kv, policy, *how)
         request.logits, request.next_logits = prefill.logits, buffer_decoder(self._adapter, kv, request.watch)
         request.count_prefill(prefill, num_encoded, self._adapter.num_layers)
         request.figures["load_s"] += kv.fill_s
         request.figures["select_s"] += embed_s
-        if hint is not None and prefill.is_hinted:
-            request.figures["similarity"] = hint.similarity
         if request.asked is not None:
+            if request.asked.hint is not None and prefill.is_hinted:
+                request.figures["similarity"] = request.asked.hint.similarity
             scored = zip(request.chunks, prefill.scores, strict=False)  # nothing is scored where an earlier one did
             request.asked.scores = {chunk.exact_key.chunk: one for chunk, one in scored if one is not None}
         request.figures |= {"policy": policy.name, "stored_tokens": num_stored}
         return prefill.refusal
 
-    def _ask(self, request: Request) -> tuple[Hint | None, float]:
-        """Look for a similar question where its scores can be of use; what it tells, and the seconds it took."""
+    def _ask(self, request: Request) -> float:
+        """Look for a similar question where its scores can be of use; returns the seconds it took."""
         questions, plan, started = self._library.questions, request.plan, time.perf_counter()
         if questions is None or not request.question or plan is None or not plan.num_candidates:
-            return None, 0.0
+            return 0.0
         has_choice = 0.0 < plan.ratio < 1.0 or request.recompute.target is not None
         if not has_choice or not isinstance(POLICIES[request.recompute.policy], ScoringPolicy):
-            return None, 0.0
+            return 0.0
         chunks = [chunk.exact_key.chunk for chunk in request.chunks]
         lengths = [len(chunk.token_ids) for chunk in request.chunks]
         request.asked = questions.ask(request.question, request.namespace, chunks, lengths)
-        return None if request.asked is None else request.asked.hint, time.perf_counter() - started
+        return time.perf_counter() - started
 
     def _full_prefill(self, request: Request, reason: str) -> None:
         full_prefill(self._adapter, request, reason, in_buffer=self._capability.reason is None)
