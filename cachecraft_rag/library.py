@@ -24,6 +24,7 @@ from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.model_state import ModelState
 from cachecraft_rag.plan import Action, RequestPlan
 from cachecraft_rag.prompt import EncodedPrompt, PromptEncoder
+from cachecraft_rag.prompt_heads import PromptHeads
 from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.registry import ChunkRegistry
 from cachecraft_rag.request_chunk import RequestChunk, WholeChunk
@@ -67,6 +68,7 @@ class ChunkLibrary:
         self._adapter, self._state, self._prompts, self._config = adapter, state, prompts, config
         self._tokenizer_fingerprint = tokenizer_fingerprint(prompts.tokenizer)
         self._document_texts = DocumentTexts(config.max_chunks)
+        self._heads = PromptHeads(store)
         self._variants = Variants(store, config.max_chunks)
         self._look_up = LookUp(store, self._variants)
         self._flight: SingleFlight[ChunkKey, ChunkKV] = SingleFlight()
@@ -132,6 +134,7 @@ class ChunkLibrary:
         self._document_texts.clear(namespace)
         self.registry.clear(namespace)
         self.history.clear(namespace)
+        self._heads.clear(namespace)
         if self.auto_chunks is not None:
             self.auto_chunks.clear(namespace)
         if self.questions is not None:
@@ -180,6 +183,14 @@ class ChunkLibrary:
         if chunk.whole is not None:
             key = chunk.whole.key
             self.store.documents.add(key.namespace, _pieces_of(key.chunk), [chunk.exact_key.chunk])
+
+    def find_head(self, encoded: EncodedPrompt, namespace: str) -> ChunkKV | None:
+        """Exact KV of what a prompt begins with; see ``PromptHeads``."""
+        return self._heads.find(encoded, self._keys(namespace))
+
+    def keep_head(self, encoded: EncodedPrompt, namespace: str, kv: PromptKV) -> int:
+        """Keep what a prompt and an earlier one begin with; returns how many tokens were stored."""
+        return self._heads.learn(encoded, self._keys(namespace), kv)
 
     def settle(self, chunks: Sequence[RequestChunk]) -> None:
         """Move what was read from slow tiers for a request to memory."""

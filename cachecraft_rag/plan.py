@@ -43,17 +43,19 @@ class PlannedChunk:
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """Every token of a prompt belongs to one chunk or is free; free tokens are always computed.
+    """Every token of a prompt belongs to one chunk or is free; free tokens behind the head are always computed.
 
     Attributes:
         num_tokens: Length of the prompt.
         chunks: The chunks in order.
         ratio: Share of the approximate chunk tokens to recompute.
+        head: Number of leading tokens before the first chunk whose KV is stored: they are not computed either.
     """
 
     num_tokens: int
     chunks: tuple[PlannedChunk, ...]
     ratio: float
+    head: int = 0
 
     @property
     def approximate(self) -> tuple[PlannedChunk, ...]:
@@ -101,12 +103,12 @@ class RequestPlan:
         return [n for n, c in enumerate(self.chunks) if c.action is Action.PREFILL and c.end <= exact]
 
     def free_ranges(self) -> list[tuple[int, int]]:
-        """Token ranges that are computed in any case: text between chunks, and chunks to prefill.
+        """Token ranges that are computed in any case: text between chunks that is not stored, and chunks to prefill.
 
         The last token is always among them: its logits give the first token of the answer.
         """
         ranges: list[tuple[int, int]] = []
-        cursor = 0
+        cursor = self.head
         for chunk in self.chunks:
             if chunk.action is Action.PREFILL:
                 continue
@@ -133,6 +135,7 @@ def make_plan(
     exact: Sequence[bool],
     ratio: float,
     cfos: Sequence[float | None] = (),
+    head: int = 0,
 ) -> RequestPlan:
     """Decide what happens to every chunk.
 
@@ -145,14 +148,16 @@ def make_plan(
             alone would only be thrown away.
         cfos: Share of its own tokens to recompute for every chunk; then there is no common ratio, and a chunk that is
             missing, or needs all of its tokens, is computed in place. Without shares the ratio decides.
+        head: Number of leading tokens, before the first chunk, whose KV is stored.
     """
     if cfos and None not in cfos:
-        return _plan_by_cfo(num_tokens, spans, stored, exact, [cfo for cfo in cfos if cfo is not None])
+        by_cfo = _plan_by_cfo(num_tokens, spans, stored, exact, [cfo for cfo in cfos if cfo is not None])
+        return replace(by_cfo, head=head)
     chunks = []
     for (start, end), is_stored, is_exact in zip(spans, stored, exact, strict=True):
         action = Action.REUSE if is_stored else Action.ENCODE if ratio < 1.0 or is_exact else Action.PREFILL
         chunks.append(PlannedChunk(start, end, action, is_exact))
-    return RequestPlan(num_tokens, tuple(chunks), ratio)
+    return RequestPlan(num_tokens, tuple(chunks), ratio, head)
 
 
 def _plan_by_cfo(

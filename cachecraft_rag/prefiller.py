@@ -110,13 +110,17 @@ class Prefiller:
             stored = [chunk.chunk_kv is not None for chunk in request.chunks]
             exact = [chunk.is_exact for chunk in request.chunks]
             cfos = [chunk.cfo for chunk in request.chunks]
-            plan = request.plan = make_plan(request.num_tokens, spans, stored, exact, ratio, cfos)
+            head = self._library.find_head(request.encoded, request.namespace)
+            num_head = 0 if head is None else head.num_tokens
+            plan = request.plan = make_plan(request.num_tokens, spans, stored, exact, ratio, cfos, num_head)
             with request.timed("encode_s"):
                 measure = policy.needs_sensitivity and self._config.encode.sensitivity == "inline"
                 num_encoded, num_stored = self._library.encode_missing(plan, request.chunks, with_sensitivity=measure)
             chunk_kvs = [chunk.chunk_kv for chunk in request.chunks]
             assert self._capability.rope is not None
             kv = request.kv = self._adapter.new_kv(request.capacity)
+            if head is not None:
+                kv.place(0, head.keys, head.values)
             assemble(plan, chunk_kvs, self._capability.rope, kv, self._library.store.readers if lazily else None)
             token_ids = torch.tensor(request.encoded.token_ids)
             embed_s = self._ask(request)
@@ -160,6 +164,7 @@ class Prefiller:
             request.figures["stored_tokens"] += kept
         elif plan.ratio >= 1.0 and self._config.keep_exact:
             request.figures["stored_tokens"] += self._library.keep_exact(plan, request.chunks, kv)
+        request.figures["stored_tokens"] += self._library.keep_head(request.encoded, request.namespace, kv)
         if request.watch is not None:
             request.watch.keep()
         if request.asked is not None and self._library.questions is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from cachecraft_rag.auto_chunks import AutoChunks
@@ -134,11 +135,24 @@ class EncodedPrompt:
         text: The rendered prompt, BOS included; equals ``decode(token_ids)``.
         token_ids: Ids of the whole prompt.
         spans: The chunks, in order, not overlapping.
+        num_head_tokens: Tokens before the first chunk and before any turn of a conversation: what a service's prompts
+            may have in common. 0 without chunks.
     """
 
     text: str
     token_ids: tuple[int, ...]
     spans: tuple[ChunkSpan, ...]
+    num_head_tokens: int = 0
+
+    @property
+    def head_ids(self) -> tuple[int, ...]:
+        """Ids of those tokens."""
+        return self.token_ids[: self.num_head_tokens]
+
+    @property
+    def tail_ids(self) -> tuple[int, ...]:
+        """Ids behind the last chunk."""
+        return self.token_ids[self.spans[-1].end :] if self.spans else self.token_ids
 
 
 class PromptEncoder:
@@ -212,7 +226,20 @@ class PromptEncoder:
             ids += chunk_ids
             cursor = end
         ids += self.encode_text(text[cursor:])
-        return EncodedPrompt((bos_text if bos else "") + text, tuple(ids), tuple(spans))
+        head = 0
+        if spans:
+            before = self._segments.decode(ids[len(bos) : spans[0].start])
+            head = self._num_head_tokens(prompt, before, bos, ids[: spans[0].start])
+        return EncodedPrompt((bos_text if bos else "") + text, tuple(ids), tuple(spans), head)
+
+    def _num_head_tokens(self, prompt: RagPrompt, before: str, bos: tuple[int, ...], ids: list[int]) -> int:
+        """How many of the ids before the first chunk, whose text is ``before``, no turn and no question is part of."""
+        turns = [str(m.get("content") or "").strip() for m in prompt.messages or () if m.get("role") != "system"]
+        places = [before.find(text) for text in (prompt.question.strip(), *turns) if text]
+        first = min((place for place in places if place >= 0), default=None)
+        if first is None:
+            return len(ids)
+        return len(common_beginning(ids, (*bos, *self.encode_text(before[:first]))))
 
     def head_ids(self, instruction: str) -> tuple[int, ...]:
         """Ids of the chat head followed by an instruction: the canonical prefix of chunks."""
@@ -248,6 +275,11 @@ class PromptEncoder:
             if auto_chunks is not None:
                 found += auto_chunks.find(text, _left(ranges, found), registry, namespace)
         return sorted(found, key=lambda span: span.start)
+
+
+def common_beginning(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    """The ids that two sequences begin with alike."""
+    return tuple(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _left(ranges: Iterable[Range], found: Iterable[TextSpan | PieceSpan]) -> list[Range]:

@@ -142,10 +142,11 @@ class Request:
         stored = sum(chunk.end - chunk.start for chunk in hits)
         again = sum(int(((selected >= chunk.start) & (selected < chunk.end)).sum()) for chunk in hits)
         again += sum(chunk.end == self.num_tokens for chunk in hits)  # the last token is computed in any case
+        reused = self.plan.head + stored - again
         self.figures |= {
-            "reused_tokens": stored - again,
+            "reused_tokens": reused,
             "recomputed_tokens": again,
-            "prefilled_tokens": self.num_tokens - stored,
+            "prefilled_tokens": self.num_tokens - reused - again,
         }
 
     def stats(self) -> RequestStats:

@@ -14,7 +14,7 @@ class RequestStats(BaseModel):
 
     Attributes:
         prompt_tokens: Length of the prompt.
-        reused_tokens: Prompt tokens whose stored KV was used as it is.
+        reused_tokens: Prompt tokens whose stored KV was used as it is, those before the first chunk included.
         recomputed_tokens: Prompt tokens of stored chunks that were computed again in their new context.
         prefilled_tokens: Prompt tokens computed because nothing was stored for them.
         charged_ratio: Token-layers computed before the first token (selection passes included) over those of a full

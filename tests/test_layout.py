@@ -48,7 +48,7 @@ LAYERS = (
     ("prefill", "sampling"),
     ("decode", "encoder"),
     ("store",),
-    ("assembly", "variant_choice", "request_chunk"),
+    ("assembly", "variant_choice", "request_chunk", "prompt_heads"),
     ("look_up",),
     ("library", "result"),
     ("request",),

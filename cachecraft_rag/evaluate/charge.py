@@ -123,7 +123,9 @@ def _planner(
                 f"{stored.count(False)} of {len(chunks)} chunks are not stored; warm them, and give the store more room"
             )
         cfos = [chunk.cfo for chunk in chunks]
-        return make_plan(request.num_tokens, spans, stored, exact, recompute.ratio, cfos)
+        head = engine.library.find_head(request.encoded, request.namespace)
+        num_head = 0 if head is None else head.num_tokens
+        return make_plan(request.num_tokens, spans, stored, exact, recompute.ratio, cfos, num_head)
 
     return plan_with
 
