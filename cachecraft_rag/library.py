@@ -123,6 +123,7 @@ class ChunkLibrary:
             chunks |= documents.chunks(namespace, _pieces_of(chunk))
             documents.remove(namespace, _pieces_of(chunk))
         self.registry.forget(texts, namespace)
+        self._heads.forget(namespace)  # a text may have stood there before it was registered; they soon come again
         self.history.forget(namespace, chunks)
         if self.questions is not None:
             self.questions.forget(namespace, chunks)
@@ -134,7 +135,7 @@ class ChunkLibrary:
         self._document_texts.clear(namespace)
         self.registry.clear(namespace)
         self.history.clear(namespace)
-        self._heads.clear(namespace)
+        self._heads.forget(namespace)
         if self.auto_chunks is not None:
             self.auto_chunks.clear(namespace)
         if self.questions is not None:

@@ -22,6 +22,7 @@ MIN_HEAD_TOKENS = 16
 _MAX_SEEN = 256
 _MAX_KEPT = 64
 _NOTHING = context_hash(())
+_HEADS = "\0heads"  # the name under which they are noted among the documents
 _Name = tuple[str, tuple[int, ...]]  # namespace and ids
 
 
@@ -80,15 +81,19 @@ class PromptHeads:
             return 0
         return len(common) * self._keep(key, ChunkKV(*kv.slice(0, len(common)), common, 0))
 
-    def clear(self, namespace: str) -> None:
-        """Forget what the prompts of a namespace began with; the store drops the KV."""
+    def forget(self, namespace: str) -> None:
+        """Drop what the prompts of a namespace began with, whichever process kept it."""
         with self._lock:
             for known in (self._seen, self._kept):
                 for name in [name for name in known if name[0] == namespace]:
                     del known[name]
+        for chunk in self._store.documents.chunks(namespace, _HEADS):
+            self._store.remove(ChunkKey(namespace, chunk, _NOTHING))
+        self._store.documents.remove(namespace, _HEADS)
 
     def _keep(self, key: ChunkKey, chunk_kv: ChunkKV) -> bool:
         name = (key.namespace, chunk_kv.token_ids)
+        self._store.documents.add(key.namespace, _HEADS, [key.chunk])  # first, so that nothing is kept unnoted
         with self._lock:
             self._kept[name] = None
             _trim(self._kept, name, _MAX_KEPT)

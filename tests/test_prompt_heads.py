@@ -110,6 +110,22 @@ def test_namespaces_keep_their_heads_apart_and_clearing_one_forgets_it(make_engi
     assert engine.generate(questions[2], namespace="a").stats.prefilled_tokens == free
 
 
+def test_forgetting_a_text_drops_the_heads_that_it_may_stand_in_for_every_process(
+    make_engine: EngineMaker, tmp_path: Path
+) -> None:
+    store = {"disk": {"path": str(tmp_path), "size": "64 MiB"}}
+    secret = f"{SYSTEM} {passage(3)}"  # not registered when it is first seen
+    with make_engine(ratio=0.2, store=store) as engine:
+        for when in ("first", "second"):
+            engine.generate(asked(f"What ends {when}?", secret))
+        engine.store.flush()
+    later = make_engine(ratio=0.2, store=store)
+    later.invalidate(texts=[passage(3)])
+    later.warm([passage(1), passage(2)])
+    last = asked("What ends last?", secret)
+    assert prefilled(later, last) == num_free(later, last)
+
+
 def test_a_head_that_was_kept_is_found_by_an_engine_that_never_saw_it(make_engine: EngineMaker, tmp_path: Path) -> None:
     store = {"disk": {"path": str(tmp_path), "size": "64 MiB"}}
     with make_engine(ratio=0.2, store=store) as engine:
