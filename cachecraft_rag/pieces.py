@@ -157,7 +157,7 @@ class _FormIndex:
                     inside -= at < covered and inside > 0
                     form = self._forms[text]
                     start = at - _common_suffix(prompt[max(first, at - offset) : at], form[:offset])
-                    end = at + _common_prefix(prompt[at : min(last, at - offset + len(form))], form[offset:])
+                    end = at + common_prefix(prompt[at : min(last, at - offset + len(form))], form[offset:])
                     followed[text, at - offset] = end
                     if end - start >= MIN_PIECE_CHARS:
                         found.append(PieceSpan(start, end, text, form, offset + start - at))
@@ -215,8 +215,8 @@ def _anchors(form: str) -> Iterator[tuple[int, int]]:
                 yield hash(form[offset : offset + ANCHOR_CHARS]), offset
 
 
-def _common_prefix(one: str, other: str) -> int:
-    """Number of characters that two texts begin with alike."""
+def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
+    """Number of characters, or ids, that two sequences of one type begin with alike."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high

@@ -16,9 +16,9 @@ from cachecraft_rag.full_prefill import full_prefill
 from cachecraft_rag.library import ChunkLibrary
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.model_state import ModelState
-from cachecraft_rag.plan import make_plan
 from cachecraft_rag.prefill import selective_prefill
 from cachecraft_rag.request import Request
+from cachecraft_rag.request_chunk import plan_request
 from cachecraft_rag.selection import POLICIES, ScoringPolicy
 
 _REFERENCE = "reuse=False"
@@ -103,16 +103,11 @@ class Prefiller:
         with request.timed("load_s"):
             alpha = request.recompute.alpha if policy.name == "inter_attention" else None
             request.chunks = self._library.look_up(request.encoded, request.namespace, lazily, alpha)
+            head = self._library.find_head(request.encoded, request.namespace)
             request.count_lookups()
             request.watch_answer(self._library.history, self._adapter.num_layers)
         with self._library.store.pinned([chunk.key for chunk in request.chunks]):
-            spans = [(span.start, span.end) for span in request.encoded.spans]
-            stored = [chunk.chunk_kv is not None for chunk in request.chunks]
-            exact = [chunk.is_exact for chunk in request.chunks]
-            cfos = [chunk.cfo for chunk in request.chunks]
-            head = self._library.find_head(request.encoded, request.namespace)
-            num_head = 0 if head is None else head.num_tokens
-            plan = request.plan = make_plan(request.num_tokens, spans, stored, exact, ratio, cfos, num_head)
+            plan = request.plan = plan_request(request.encoded, request.chunks, ratio, head)
             with request.timed("encode_s"):
                 measure = policy.needs_sensitivity and self._config.encode.sensitivity == "inline"
                 num_encoded, num_stored = self._library.encode_missing(plan, request.chunks, with_sensitivity=measure)

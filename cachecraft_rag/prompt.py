@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from cachecraft_rag.auto_chunks import AutoChunks
 from cachecraft_rag.chat_template import ChatTemplate, Message
 from cachecraft_rag.piece_ids import tokens_of
-from cachecraft_rag.pieces import MIN_PIECE_CHARS, PieceSpan, Range, apart
+from cachecraft_rag.pieces import MIN_PIECE_CHARS, PieceSpan, Range, apart, common_prefix
 from cachecraft_rag.registry import ChunkRegistry, TextSpan
 from cachecraft_rag.segment_tokenizer import SegmentTokenizer
 
@@ -210,7 +209,7 @@ class PromptEncoder:
         bos = self._segments.bos if adds_bos and not (bos_text and text.startswith(bos_text)) else ()
         ids: list[int] = list(bos)
         spans: list[ChunkSpan] = []
-        cursor = 0
+        cursor = num_head_tokens = 0
         for span in self._find_chunks(prompt, text, registry, namespace, auto_chunks):
             start, end, piece = span.start, span.end, None
             if isinstance(span, PieceSpan):
@@ -221,25 +220,23 @@ class PromptEncoder:
             ids += self.encode_text(text[cursor:start])
             chunk_ids = self.encode_chunk(text[start:end])
             if chunk_ids:
+                if not spans:
+                    num_head_tokens = self._num_head_tokens(prompt, text[:start], bos, tuple(ids))
                 place = len(ids), len(ids) + len(chunk_ids)
                 spans.append(ChunkSpan(*place, text[start:end], span.origins, piece))
             ids += chunk_ids
             cursor = end
         ids += self.encode_text(text[cursor:])
-        head = 0
-        if spans:
-            before = self._segments.decode(ids[len(bos) : spans[0].start])
-            head = self._num_head_tokens(prompt, before, bos, ids[: spans[0].start])
-        return EncodedPrompt((bos_text if bos else "") + text, tuple(ids), tuple(spans), head)
+        return EncodedPrompt((bos_text if bos else "") + text, tuple(ids), tuple(spans), num_head_tokens)
 
-    def _num_head_tokens(self, prompt: RagPrompt, before: str, bos: tuple[int, ...], ids: list[int]) -> int:
+    def _num_head_tokens(self, prompt: RagPrompt, before: str, bos: tuple[int, ...], ids: tuple[int, ...]) -> int:
         """How many of the ids before the first chunk, whose text is ``before``, no turn and no question is part of."""
         turns = [str(m.get("content") or "").strip() for m in prompt.messages or () if m.get("role") != "system"]
         places = [before.find(text) for text in (prompt.question.strip(), *turns) if text]
         first = min((place for place in places if place >= 0), default=None)
         if first is None:
             return len(ids)
-        return len(common_beginning(ids, (*bos, *self.encode_text(before[:first]))))
+        return common_prefix(ids, (*bos, *self.encode_text(before[:first])))
 
     def head_ids(self, instruction: str) -> tuple[int, ...]:
         """Ids of the chat head followed by an instruction: the canonical prefix of chunks."""
@@ -275,11 +272,6 @@ class PromptEncoder:
             if auto_chunks is not None:
                 found += auto_chunks.find(text, _left(ranges, found), registry, namespace)
         return sorted(found, key=lambda span: span.start)
-
-
-def common_beginning(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
-    """The ids that two sequences begin with alike."""
-    return tuple(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _left(ranges: Iterable[Range], found: Iterable[TextSpan | PieceSpan]) -> list[Range]:

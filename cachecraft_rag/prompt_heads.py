@@ -12,7 +12,8 @@ from typing import Any
 
 from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.keys import ChunkKey, KeyMaker, context_hash
-from cachecraft_rag.prompt import EncodedPrompt, common_beginning
+from cachecraft_rag.pieces import common_prefix
+from cachecraft_rag.prompt import EncodedPrompt
 from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.store import ChunkStore
 
@@ -48,10 +49,13 @@ class PromptHeads:
         if len(head) < MIN_HEAD_TOKENS:
             return None
         with self._lock:
-            kept = [ids for namespace, ids in self._kept if namespace == keys.namespace and head[: len(ids)] == ids]
-        for ids in sorted({head, *kept}, key=len, reverse=True):  # the whole head: another process may have kept it
+            known = [ids for namespace, ids in self._kept if namespace == keys.namespace and head[: len(ids)] == ids]
+            if (keys.namespace, head) not in self._seen:  # another process may have kept it
+                known.append(head)
+        for ids in sorted(set(known), key=len, reverse=True):
             found = self._store.get(_key(ids, keys))
             if found is not None and found.matches(ids) and not found.is_lossy:
+                self._note(keys.namespace, ids)
                 return found
         return None
 
@@ -75,11 +79,16 @@ class PromptHeads:
             asks_anew = self._seen.get(name, tail) != tail
             self._seen[name] = tail
             _trim(self._seen, name, _MAX_SEEN)
-        common = head if asks_anew else max((common_beginning(head, ids) for ids in earlier), key=len, default=())
-        key = _key(common, keys)
-        if len(common) < MIN_HEAD_TOKENS or self._store.contains(key):
+        num_common = len(head) if asks_anew else max((common_prefix(head, ids) for ids in earlier), default=0)
+        if num_common < MIN_HEAD_TOKENS:
             return 0
-        return len(common) * self._keep(key, ChunkKV(*kv.slice(0, len(common)), common, 0))
+        common = head[:num_common]
+        key = _key(common, keys)
+        self._note(keys.namespace, common)
+        if self._store.contains(key):
+            return 0
+        self._store.documents.add(keys.namespace, _HEADS, [key.chunk])  # first, so that nothing is kept unnoted
+        return num_common * self._store.put(key, ChunkKV(*kv.slice(0, num_common), common, 0))
 
     def forget(self, namespace: str) -> None:
         """Drop what the prompts of a namespace began with, whichever process kept it."""
@@ -91,13 +100,10 @@ class PromptHeads:
             self._store.remove(ChunkKey(namespace, chunk, _NOTHING))
         self._store.documents.remove(namespace, _HEADS)
 
-    def _keep(self, key: ChunkKey, chunk_kv: ChunkKV) -> bool:
-        name = (key.namespace, chunk_kv.token_ids)
-        self._store.documents.add(key.namespace, _HEADS, [key.chunk])  # first, so that nothing is kept unnoted
+    def _note(self, namespace: str, ids: tuple[int, ...]) -> None:
         with self._lock:
-            self._kept[name] = None
-            _trim(self._kept, name, _MAX_KEPT)
-        return self._store.put(key, chunk_kv)
+            self._kept[namespace, ids] = None
+            _trim(self._kept, (namespace, ids), _MAX_KEPT)
 
 
 def _key(ids: tuple[int, ...], keys: KeyMaker) -> ChunkKey:

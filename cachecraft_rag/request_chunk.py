@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cachecraft_rag.chunk_kv import LayeredKV
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.piece_kv import PieceKV
+from cachecraft_rag.plan import RequestPlan, make_plan
+from cachecraft_rag.prompt import EncodedPrompt
 from cachecraft_rag.variants import Prefix
 
 
@@ -88,3 +91,22 @@ class RequestChunk:
             return kv if kv.matches(self.token_ids) else None
         start = self.whole.start
         return PieceKV(kv, start, start + len(self.token_ids)) if kv.matches(self.whole.token_ids) else None
+
+
+def plan_request(
+    encoded: EncodedPrompt, chunks: Sequence[RequestChunk], ratio: float, head: LayeredKV | None
+) -> RequestPlan:
+    """What happens to the chunks of a prompt once they are looked up; see ``make_plan``.
+
+    Args:
+        encoded: The prompt.
+        chunks: Its chunks, with what was found of them.
+        ratio: Share of the approximate chunk tokens to recompute.
+        head: Exact KV of what it begins with, where that is stored.
+    """
+    spans = [(span.start, span.end) for span in encoded.spans]
+    stored = [chunk.chunk_kv is not None for chunk in chunks]
+    exact = [chunk.is_exact for chunk in chunks]
+    cfos = [chunk.cfo for chunk in chunks]
+    num_head_tokens = 0 if head is None else head.num_tokens
+    return make_plan(len(encoded.token_ids), spans, stored, exact, ratio, cfos, num_head_tokens)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from cachecraft_rag.config import RecomputeConfig, SamplingConfig
 from cachecraft_rag.engine import CacheCraftEngine
-from cachecraft_rag.plan import RequestPlan, make_plan
+from cachecraft_rag.plan import RequestPlan
 from cachecraft_rag.prompt import RagPrompt
+from cachecraft_rag.request_chunk import plan_request
 
 BY_CFO = "inter_attention"
 """The policy whose ``alpha`` decides how much is recomputed, not a ratio."""
@@ -112,20 +113,17 @@ def _planner(
     engine: CacheCraftEngine, prompt: RagPrompt, namespace: str | None
 ) -> Callable[[RecomputeConfig], RequestPlan]:
     request = engine.intake.take(prompt, SamplingConfig(max_new_tokens=1), RecomputeConfig(), namespace)
-    spans = [(span.start, span.end) for span in request.encoded.spans]
 
     def plan_with(recompute: RecomputeConfig) -> RequestPlan:
         alpha = recompute.alpha if recompute.policy == BY_CFO else None
         chunks = engine.library.look_up(request.encoded, request.namespace, alpha=alpha)
-        stored, exact = [chunk.chunk_kv is not None for chunk in chunks], [chunk.is_exact for chunk in chunks]
-        if not all(stored):
+        num_missing = sum(chunk.chunk_kv is None for chunk in chunks)
+        if num_missing:
             raise RuntimeError(
-                f"{stored.count(False)} of {len(chunks)} chunks are not stored; warm them, and give the store more room"
+                f"{num_missing} of {len(chunks)} chunks are not stored; warm them, and give the store more room"
             )
-        cfos = [chunk.cfo for chunk in chunks]
         head = engine.library.find_head(request.encoded, request.namespace)
-        num_head = 0 if head is None else head.num_tokens
-        return make_plan(request.num_tokens, spans, stored, exact, recompute.ratio, cfos, num_head)
+        return plan_request(request.encoded, chunks, recompute.ratio, head)
 
     return plan_with
 
