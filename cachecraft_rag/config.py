@@ -54,6 +54,8 @@ class RecomputeConfig(Settings):
         max_ratio: Largest share to recompute for a target; above it full prefill is about as quick, and exact.
         offset: How far tokens that are not recomputed are moved, as a share of the change that those which are predict
             for them; 0.0 leaves them as they are stored.
+        attend_share: Share of the blocks of every reused chunk that the question and the recomputed tokens look at,
+            the most promising ones (sparse attention); 1.0 looks at all. Not where a request recomputes everything.
         seed: Seed of the ``random`` policy.
         alpha: Strength of the correction of the policy ``inter_attention``, which ignores ratio and preset: every chunk
             gets the share alpha * CCI * (1 - beta') of its tokens. The right one depends on the model.
@@ -66,6 +68,7 @@ class RecomputeConfig(Settings):
     preset: Preset | None = None
     max_ratio: float = Field(default=0.5, ge=0.0, le=1.0)
     offset: float = Field(default=0.5, ge=0.0, le=1.0)
+    attend_share: float = Field(default=1.0, gt=0.0, le=1.0)
     seed: int = 0
     alpha: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     max_variants: int = Field(default=5, ge=1)

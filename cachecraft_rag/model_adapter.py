@@ -21,6 +21,7 @@ from cachecraft_rag.attention_record import AttentionObserver
 from cachecraft_rag.model_attention import ATTENTION_NAME, BatchPass, RowPass, set_pass
 from cachecraft_rag.model_cache import BatchLayer, BufferLayer, CaptureLayer, EndOfForward
 from cachecraft_rag.prompt_kv import PromptKV
+from cachecraft_rag.sparse_attention import SparseKeys
 
 # Engines that share a model take turns: the attention name is a setting of the model.
 _locks: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
@@ -76,6 +77,7 @@ class ModelAdapter:
         positions: torch.Tensor,
         kv: PromptKV,
         observe: AttentionObserver | None = None,
+        sparse: SparseKeys | None = None,
     ) -> torch.Tensor:
         """Compute some rows of a prompt in one forward pass; their KV is scattered into the buffer layer by layer.
 
@@ -85,11 +87,12 @@ class ModelAdapter:
                 its own, so those must be in the buffer or among the rows.
             kv: The prompt's buffer.
             observe: Called in every layer, in order, before its attention.
+            sparse: Chooses the keys that are read; ``None`` reads all.
 
         Returns:
             Logits of the last row, ``[vocab_size]`` float32.
         """
-        return self._forward_rows(token_ids, positions, kv, observe)
+        return self._forward_rows(token_ids, positions, kv, observe, sparse=sparse)
 
     @torch.inference_mode()
     def forward_rows_recording(
@@ -116,13 +119,14 @@ class ModelAdapter:
         kv: PromptKV,
         observe: AttentionObserver | None,
         every_row: bool = False,
+        sparse: SparseKeys | None = None,
     ) -> torch.Tensor:
         start, end = int(positions[0]), int(positions[-1]) + 1
         is_run = end - start == positions.numel()
         rows = None if is_run else positions.to(kv.keys.device)
         layers: list[Any] = [BufferLayer(kv, layer_idx, rows, start, end) for layer_idx in range(self.num_layers)]
         with self._lock:  # before the model's own attention is read: another thread may have ours set
-            context = RowPass(positions, self.windows, self._base_attention(), observe)
+            context = RowPass(positions, self.windows, self._base_attention(), observe, sparse)
             with self._own_attention(context):
                 logits = self._call(token_ids[None], positions[None], Cache(layers=layers), every_row)
         self._check_calls(context)

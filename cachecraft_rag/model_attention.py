@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from cachecraft_rag.attention import BlockAttention, QueryBlock, attend, plan_blocks, sdpa_block
 from cachecraft_rag.attention_record import AttentionObserver
 from cachecraft_rag.prompt_kv import PromptKV
+from cachecraft_rag.sparse_attention import SparseKeys
 
 ATTENTION_NAME = "cachecraft"
 
@@ -32,6 +33,7 @@ class RowPass:
         windows: Sliding window per layer.
         base: ``"sdpa"`` or ``"eager"``: whose numbers to give.
         observe: Called in every layer, in order, before its attention.
+        sparse: Chooses the keys that are read; ``None`` reads all.
         calls: Layers that have computed their attention.
     """
 
@@ -39,6 +41,7 @@ class RowPass:
     windows: tuple[int | None, ...]
     base: str
     observe: AttentionObserver | None
+    sparse: SparseKeys | None = None
     calls: int = 0
     _blocks: dict[int | None, list[QueryBlock]] = field(default_factory=dict)
 
@@ -58,6 +61,8 @@ class RowPass:
             self._blocks[window] = plan_blocks(self.positions, window, allow_causal=self.base == "sdpa")
         if self.observe is not None:
             self.observe(query, key, self.positions, window, scaling, softcap)
+        if self.sparse is not None:
+            return self.sparse.attend(query, key, value, self._blocks[window], kernel, scaling, softcap)
         return attend(query, key, value, self._blocks[window], kernel)
 
 

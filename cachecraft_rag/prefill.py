@@ -22,6 +22,7 @@ from cachecraft_rag.rope import RopeSpec
 from cachecraft_rag.selection import ScoringPolicy, SelectionContext, SelectionPolicy
 from cachecraft_rag.selection.base import top_candidates
 from cachecraft_rag.similar import AskedQuestion, Hint
+from cachecraft_rag.sparse_attention import SparseKeys
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,7 @@ def selective_prefill(
     goal: Goal | None = None,
     rope: RopeSpec | None = None,
     offset: float = 0.0,
+    attend_share: float = 1.0,
     earlier: Sequence[torch.Tensor | None] | None = None,
     deviation: DeviationModel | None = None,
     asked: AskedQuestion | None = None,
@@ -87,6 +89,7 @@ def selective_prefill(
             ``ScoringPolicy``.
         rope: The rotation of every layer; needed for the offset.
         offset: Share of the predicted change by which tokens that are not recomputed are moved.
+        attend_share: Share of the blocks of every approximate chunk that the main pass looks at.
         earlier: Share of earlier answers' attention that each token of every chunk got, ``[num_tokens]`` float32 where
             one has read the chunk.
         deviation: Predicts how far stored values are off.
@@ -105,11 +108,14 @@ def selective_prefill(
     recorder = None
     if plan.chunk_budgets is not None and plan.computed_exactly:
         recorder = ChunkRecorder([(chunk.start, chunk.end) for chunk in plan.chunks], plan.computed_exactly)
-    correction = None
+    correction = sparse = None
+    if attend_share < 1.0 and choice.selected.numel() < choice.plan.num_candidates:
+        chunks = [(chunk.start, chunk.end) for chunk in plan.approximate]
+        sparse = SparseKeys(rows, chunks, attend_share, plan.num_tokens, kv.keys.device)
     if offset > 0.0 and rope is not None and 0 < choice.selected.numel() < choice.plan.num_candidates:
         correction = _offset(choice.plan, chunk_kvs, choice.selected, rows, rope, offset, kv.keys.device).correct
     with kv.corrected_by(correction):
-        logits = adapter.forward_rows(token_ids[rows], rows, kv, recorder)
+        logits = adapter.forward_rows(token_ids[rows], rows, kv, recorder, sparse)
     token_layers = passes.token_layers + rows.numel() * adapter.num_layers
     prefill_s = time.perf_counter() - started - (kv.fill_s - filled)
     return PrefillResult(logits, *choice, token_layers, select_s, prefill_s, recorder)

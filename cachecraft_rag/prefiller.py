@@ -120,7 +120,7 @@ class Prefiller:
             token_ids = torch.tensor(request.encoded.token_ids)
             embed_s = self._ask(request)
             settings, known = request.recompute, (request.earlier, request.deviation, request.asked)
-            how = (settings.seed, request.goal, self._capability.rope, settings.offset, *known)
+            how = (settings.seed, request.goal, self._capability.rope, settings.offset, settings.attend_share, *known)
             prefill = selective_prefill(self._adapter, plan, chunk_kvs, token_ids, kv, policy, *how)
         request.logits, request.next_logits = prefill.logits, buffer_decoder(self._adapter, kv, request.watch)
         request.count_prefill(prefill, num_encoded, self._adapter.num_layers)

@@ -31,7 +31,7 @@ LAYERS = (
     ("single_flight", "in_flight", "cancellation"),
     ("config",),
     ("keys", "cfo", "variants", "deviation", "calibration"),
-    ("rope", "attention", "attention_record", "history", "similar"),
+    ("rope", "attention", "attention_record", "sparse_attention", "history", "similar"),
     ("chunk_kv", "prompt_kv", "piece_kv"),
     ("registry", "pieces", "chunk_forms", "document_texts", "segment_tokenizer", "tool_calls"),
     ("headings",),
