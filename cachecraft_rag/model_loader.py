@@ -79,16 +79,29 @@ def resolve(name: str) -> str:
     Raises:
         ValueError: The alias's package is not installed, or a path names no folder.
     """
-    if Path(name).expanduser().is_dir():
-        return str(Path(name).expanduser())
+    if (folder := local_folder(name)) is not None:
+        return str(folder)
     if name in PACKAGED_MODELS:
-        return str(packaged_model(name, Path.home() / ".cache" / "cachecraft-rag"))
+        return str(packaged_model(name, _converted_models()))
     if name.startswith((".", "/", "~")):
         raise ValueError(
             f"model: the folder {name!r} does not exist; give an existing folder, a hub id, "
             f"or one of {', '.join(PACKAGED_MODELS)}"
         )
     return name
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder behind a name, where it is there already; nothing is converted or asked for over the network."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and name in PACKAGED_MODELS:
+        folder = _converted_models() / name
+        return folder if (folder / "config.json").exists() else None
+    return folder if folder.is_dir() else None
+
+
+def _converted_models() -> Path:
+    return Path.home() / ".cache" / "cachecraft-rag"
 
 
 def packaged_model(alias: str, cache_folder: Path) -> Path:

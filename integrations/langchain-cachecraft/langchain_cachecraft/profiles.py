@@ -10,13 +10,14 @@ from typing import Any
 from langchain_core.language_models import ModelProfile
 
 from cachecraft_rag import CacheCraftEngine
-from cachecraft_rag.model_loader import context_window
+from cachecraft_rag.model_loader import context_window, local_folder
 
 
 def model_profile(model: str, engine: CacheCraftEngine | None, window: int | None) -> ModelProfile:
     """The profile of a model: what it reads and writes, its context window, whether it can be told of tools.
 
-    Window and tools are left out for a hub id, which would have to be asked for over the network.
+    Window and tools are left out for a hub id, which would have to be asked for over the network, and for a packaged
+    model before its first use.
 
     Args:
         model: Name of the model.
@@ -35,7 +36,7 @@ def model_profile(model: str, engine: CacheCraftEngine | None, window: int | Non
     template: object = None
     if engine is not None:
         window, template = engine.context_window, engine.tokenizer.chat_template or ""
-    elif (folder := Path(model)).is_dir():
+    elif (folder := local_folder(model)) is not None:
         window = window or context_window(SimpleNamespace(**_read(folder / "config.json")), None)
         template = _template(folder)
     if window is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,16 @@ def test_a_local_folder_tells_window_and_tools(model_folder: str) -> None:
     assert (found["max_input_tokens"], found["tool_calling"]) == (2048, True)
     assert (found["text_inputs"], found["image_inputs"]) == (True, False)
     assert profile(model=model_folder, engine_config=EngineConfig(context_window=100))["max_input_tokens"] == 100
+
+
+def test_a_packaged_model_tells_them_once_it_was_used(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert "max_input_tokens" not in profile(model="smollm2-135m")
+    shutil.copytree(model_folder, tmp_path / ".cache" / "cachecraft-rag" / "smollm2-135m")
+    found = profile(model="smollm2-135m")
+    assert (found["max_input_tokens"], found["tool_calling"]) == (2048, True)
 
 
 def test_a_hub_id_is_not_asked_for() -> None:
