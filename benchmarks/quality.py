@@ -58,7 +58,7 @@ def main() -> None:
 
 def measure(engine: CacheCraftEngine, name: str, count: int, arguments: argparse.Namespace) -> list[Outcome]:
     """Outcomes of the first ``count`` questions of a set; those that are written already are not measured again."""
-    wanted = [_with_answer(variant, arguments.answers) for variant in variants(arguments.policies, arguments.charged)]
+    wanted = [_with_answer(variant, arguments) for variant in variants(arguments.policies, arguments.charged)]
     options = {"chunk_tokens": arguments.chunk_tokens, "num_chunks": arguments.chunks, "seed": arguments.seed}
     questions = load_questions(arguments.data / f"{name}.jsonl", engine.prompts, limit=count, **options)
     run = {
@@ -68,6 +68,7 @@ def measure(engine: CacheCraftEngine, name: str, count: int, arguments: argparse
         "instruction": arguments.instruction,
         "max_new_tokens": arguments.max_new_tokens,
         "answers": arguments.answers,
+        "answers_at": arguments.answers_at,
         **options,
     }
     asking = {"instruction": arguments.instruction, "max_new_tokens": arguments.max_new_tokens}
@@ -115,8 +116,10 @@ def _key(outcome: Outcome) -> tuple[str, str, str]:
     return outcome.question, outcome.label, outcome.setting
 
 
-def _with_answer(variant: Variant, answers: str) -> Variant:
-    return replace(variant, with_answer=answers == "all" or (answers == "default" and variant.label == DEFAULT))
+def _with_answer(variant: Variant, arguments: argparse.Namespace) -> Variant:
+    is_policy = arguments.answers == "all" or (arguments.answers == "default" and variant.label == DEFAULT)
+    is_share = arguments.answers_at is None or variant.charged in arguments.answers_at
+    return replace(variant, with_answer=is_policy and is_share)
 
 
 def _cell(interval: Interval | None) -> str:
@@ -146,6 +149,7 @@ def _arguments() -> argparse.Namespace:
         default="default",
         help="which policies generate answers; divergence needs none",
     )
+    parser.add_argument("--answers-at", type=float, nargs="+", help="charged shares of these answers (default: all)")
     parser.add_argument("--instruction", default=INSTRUCTION)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--chunk-tokens", type=int, default=512)
