@@ -155,10 +155,12 @@ def attention_mass(
     """
     num_kv_heads, num_keys, head_dim = key.shape[1:]
     num_rows = query.shape[2]
-    grouped = query[0].reshape(num_kv_heads, -1, head_dim)
-    scores = torch.matmul(grouped, key[0].transpose(-1, -2)).float().mul_(scaling)
+    grouped = (query[0] * scaling).reshape(num_kv_heads, -1, head_dim)  # first: a product of float16 may overflow
+    scores = torch.matmul(grouped, key[0].transpose(-1, -2))
     if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    visible = visible_keys(positions.to(query.device), torch.arange(num_keys, device=query.device), window)
-    scores = scores.reshape(num_kv_heads, -1, num_rows, num_keys).masked_fill_(~visible, float("-inf"))
-    return scores.softmax(dim=-1).sum(dim=(0, 1, 2))
+        scores = softcap * torch.tanh(scores.float() / softcap)
+    scores = scores.reshape(num_kv_heads, -1, num_rows, num_keys)
+    first = int(positions[0]) if window is None else 0  # every row sees all keys before the first one
+    keys = torch.arange(first, num_keys, device=query.device)
+    scores[..., first:].masked_fill_(~visible_keys(positions.to(query.device), keys, window), float("-inf"))
+    return scores.softmax(dim=-1).sum(dim=(0, 1, 2), dtype=torch.float32)

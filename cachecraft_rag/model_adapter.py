@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -100,6 +100,8 @@ class ModelAdapter:
     ) -> torch.Tensor:
         """Like ``forward_rows``, but returns the attention that the rows from ``record_from`` on pay.
 
+        It ends with the last layer's attention: what comes behind is of no use here.
+
         Returns:
             ``[num_layers, positions[-1] + 1]`` float32, summed over heads and the recorded rows.
         """
@@ -108,8 +110,11 @@ class ModelAdapter:
         def observe(query: torch.Tensor, key: torch.Tensor, places: torch.Tensor, *options: Any) -> None:
             rows = slice(record_from, None)
             recorded.append(attention_mass(query[:, :, rows], key, places[rows], *options))
+            if len(recorded) == self.num_layers:
+                raise EndOfForward
 
-        self._forward_rows(token_ids, positions, kv, observe)
+        with suppress(EndOfForward):
+            self._forward_rows(token_ids, positions, kv, observe)
         return torch.stack(recorded)
 
     def _forward_rows(

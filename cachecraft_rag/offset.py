@@ -12,11 +12,12 @@ nothing is moved.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch.nn import functional
 
-from cachecraft_rag.rope import RotaryLayout, rerotate_keys
+from cachecraft_rag.rope import RotaryLayout, rerotate_keys, turn, turn_keys
 
 MAX_FIT = 128
 """Recomputed tokens that are learnt from: twice as many take twice the time and bring 1 to 3 % less divergence."""
@@ -61,6 +62,8 @@ class Offset:
         chunks = chunk_index.to(device)
         self._common = 1.0 + _SAME_CHUNK * (chunks[:, None] == chunks[self._learnt][None, :]).float()
         self._layouts, self._strength = layouts, strength
+        self._runs = _runs(positions)
+        self._turns: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def correct(
         self,
@@ -91,29 +94,48 @@ class Offset:
             changed_keys = rerotate_keys(changed_keys, -places, layout)
 
         kernel = self._kernel(values, weights)
-        inverses = _inverses(kernel[self._learnt], scale)
+        inverses = _inverses(kernel[self._learnt].float(), scale)
         changes = [_by_token(changed_keys), _by_token(changed_values)]
         coefficients = torch.cat([_trusted(inverses, part) for part in changes], dim=1)
         if not coefficients.any():
             return
-        predicted = self._strength * (kernel @ coefficients)
+        predicted = kernel @ (self._strength * coefficients).to(kernel.dtype)
         key_part, value_part = predicted.split(
             [keys.shape[0] * keys.shape[2], values.shape[0] * values.shape[2]], dim=1
         )
         moved_keys = key_part.unflatten(1, (keys.shape[0], keys.shape[2])).transpose(0, 1)
         if layout is not None:
-            moved_keys = rerotate_keys(moved_keys, self._positions, layout)
+            moved_keys = turn_keys(moved_keys, *self._turn(layout, keys.dtype), layout)
         moved_values = value_part.unflatten(1, (values.shape[0], values.shape[2])).transpose(0, 1)
-        keys.index_add_(1, self._positions, moved_keys.to(keys.dtype))
-        values.index_add_(1, self._positions, moved_values.to(values.dtype))
+        for place, (start, end) in self._runs:
+            rows = slice(place, place + end - start)
+            keys[:, start:end] += moved_keys[:, rows]
+            values[:, start:end] += moved_values[:, rows]
 
     def _kernel(self, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Covariance of all tokens with those that are learnt from, ``[num_tokens, num_learnt]``."""
-        features = _by_token(values[:, self._positions].float())
+        """Covariance of all tokens with those that are learnt from, ``[num_tokens, num_learnt]``, dtype of the KV.
+
+        What is moved is rounded to that dtype anyway; all passes over all tokens are in it.
+        """
+        features = _by_token(torch.cat([values[:, start:end] for _, (start, end) in self._runs], dim=1))
         features = features - features.mean(dim=0)
-        features = functional.normalize(features / (features.std(dim=0) + 1e-6), dim=1)
+        features = functional.normalize(features / (features.square().mean(dim=0).sqrt() + 1e-6), dim=1)
         alike = (features @ features[self._learnt].T).clamp_(min=0.0).square_()
+        self._common, weights = self._common.to(alike.dtype), weights.to(alike.dtype)
         return alike.mul_(_ALIKE).add_(self._common).mul_(weights[:, None]).mul_(weights[self._learnt][None, :])
+
+    def _turn(self, layout: RotaryLayout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of all positions; layers that rotate alike share them."""
+        if (id(layout), dtype) not in self._turns:
+            cos, sin = turn(self._positions, layout, self._positions.device)
+            self._turns[id(layout), dtype] = cos.to(dtype), sin.to(dtype)
+        return self._turns[id(layout), dtype]
+
+
+def _runs(positions: torch.Tensor) -> list[tuple[int, tuple[int, int]]]:
+    """Stretches of consecutive positions: number of the first, and the range ``[start, end)``."""
+    starts = [0, *((positions.diff() != 1).nonzero().squeeze(1) + 1).tolist(), positions.numel()]
+    return [(a, (int(positions[a]), int(positions[b - 1]) + 1)) for a, b in pairwise(starts)]
 
 
 def _by_token(heads: torch.Tensor) -> torch.Tensor:

@@ -45,26 +45,41 @@ def rerotate_keys(
         Keys of the same shape and dtype, ``keys`` themselves where there is nothing to do and no ``out``. Angles and
         rotation are computed in float32.
     """
-    inv_freq = layout.inv_freq.to(device=keys.device, dtype=torch.float32)
-    if isinstance(delta, torch.Tensor):
-        angle = delta.to(keys.device)[:, None] * inv_freq
-    elif delta == 0:
+    if isinstance(delta, int) and delta == 0:
         return keys if out is None else out.copy_(keys, non_blocking=True)
-    else:
-        angle = delta * inv_freq
-    cos, sin = angle.cos(), angle.sin()
+    return turn_keys(keys, *turn(delta, layout, keys.device), layout, out)
+
+
+def turn(delta: int | torch.Tensor, layout: RotaryLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of a move by ``delta`` positions, float32, ``[rotary_dim / 2]`` or ``[num_tokens, ...]``."""
+    inv_freq = layout.inv_freq.to(device=device, dtype=torch.float32)
+    angle = delta.to(device)[:, None] * inv_freq if isinstance(delta, torch.Tensor) else delta * inv_freq
+    return angle.cos(), angle.sin()
+
+
+def turn_keys(
+    keys: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: RotaryLayout,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Move rotated keys by what ``turn`` gave, in the dtype of its cosine and sine; otherwise as ``rerotate_keys``.
+
+    ``out`` may be ``keys``.
+    """
     rotated = torch.empty_like(keys) if out is None else out
     width = layout.rotary_dim
     if layout.interleaved:
-        pairs = keys[..., :width].float().unflatten(-1, (width // 2, 2))
+        pairs = keys[..., :width].to(cos.dtype).unflatten(-1, (width // 2, 2))
         first, second = pairs.unbind(-1)
         rotated[..., :width] = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
     else:
         half = width // 2
-        first, second = keys[..., :half].float(), keys[..., half:width].float()
-        rotated[..., :half] = first * cos - second * sin
-        rotated[..., half:width] = second * cos + first * sin
-    if width < keys.shape[-1]:
+        first, second = keys[..., :half].to(cos.dtype), keys[..., half:width].to(cos.dtype)
+        moved = (first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)
+        rotated[..., :half], rotated[..., half:width] = moved  # only now: keys may be where they are written
+    if width < keys.shape[-1] and rotated is not keys:
         rotated[..., width:] = keys[..., width:]
     return rotated
 
