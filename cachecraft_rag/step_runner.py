@@ -18,6 +18,7 @@ from cachecraft_rag.refinement import Refinement
 from cachecraft_rag.request import Request
 from cachecraft_rag.result import GenerationResult
 from cachecraft_rag.ticket import Ticket
+from cachecraft_rag.turns import Turns
 from cachecraft_rag.waiting_line import WaitingLine
 
 
@@ -38,6 +39,7 @@ class StepRunner:
 
     Attributes:
         open: The requests that have not ended.
+        turns: Whether prefills or tokens come next.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class StepRunner:
         self._waiting = WaitingLine()
         self._running: list[Ticket] = []
         self._last_chunks: frozenset[tuple[str, str]] = frozenset()
-        self._is_rows_turn = False
+        self.turns = Turns()
         self.open: set[Ticket] = set()
 
     @property
@@ -82,30 +84,31 @@ class StepRunner:
     def step(self) -> bool:
         """Prefill one request, end one answer, or draw a token for all who decode; whether there was anything to do.
 
-        Prefills and ends take turns with the others' tokens, so that neither waits for more than one of the other.
+        Prefills and ends take turns with the others' tokens, see ``Turns``.
         """
         self.drop_ended()
         while not self._arrived.empty():
             if (ticket := self._arrived.get()) in self.open:
                 self._waiting.append(ticket)
         ready = [ticket for ticket in self._running if ticket.is_ready()]
-        if not (self._is_rows_turn and ready):
+        if not (self.turns.are_rows_due and ready):
             complete = next((t for t in self._running if t.answer is not None and t.answer.is_complete), None)
             admitted = self._admit() if complete is None else None
-            if complete is not None:
-                self._finish(complete)
-            elif admitted is not None:
-                self._prefill(admitted)
             if complete is not None or admitted is not None:
-                self._is_rows_turn = True
+                with self.turns.ahead():
+                    if complete is not None:
+                        self._finish(complete)
+                    elif admitted is not None:
+                        self._prefill(admitted)
                 return True
-        self._is_rows_turn = False
         if not ready:
+            self.turns.rest()
             return False
         chosen = ready[: self._limit]
         if len(ready) > len(chosen):  # readers came back: everyone in turn
             self._running = [t for t in self._running if t not in chosen] + chosen
-        self._decode(chosen)
+        with self.turns.rows():
+            self._decode(chosen)
         return True
 
     def drop_ended(self) -> None:

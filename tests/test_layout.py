@@ -54,7 +54,7 @@ LAYERS = (
     ("request",),
     ("answer", "full_prefill", "intake"),
     ("prefiller", "refinement"),
-    ("ticket", "batch_decode"),
+    ("ticket", "batch_decode", "turns"),
     ("waiting_line",),
     ("step_runner",),
     ("scheduler",),

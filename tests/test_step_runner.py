@@ -15,6 +15,7 @@ from cachecraft_rag.errors import DeadlineExceededError, RequestCancelledError
 from cachecraft_rag.request import Request
 from cachecraft_rag.step_runner import StepRunner
 from cachecraft_rag.ticket import LOOKAHEAD, Ticket
+from cachecraft_rag.turns import Turns
 from tests.conftest import EngineMaker, passage, rag_prompt
 from tests.tiny_models import make
 from tests.tiny_tokenizers import byte_level
@@ -26,6 +27,9 @@ class Driven:
     def __init__(self, engine: CacheCraftEngine) -> None:
         self.engine = engine
         self.runner: StepRunner = engine._scheduler._runner
+        self.seconds = {"prefill": 1.0, "finish": 1.0, "decode": 0.3}
+        self._now = 0.0
+        self.runner.turns = Turns(lambda: self._now)
         self.done: list[str] = []
         for name in ("_prefill", "_finish", "_decode"):
             self._record(name)
@@ -36,6 +40,7 @@ class Driven:
         def recording(what: Any) -> None:
             tickets = what if isinstance(what, list) else [what]
             self.done.append(f"{name[1]}{''.join(self.name(ticket) for ticket in tickets)}")
+            self._now += self.seconds[name[1:]]
             original(what)
 
         setattr(self.runner, name, recording)
@@ -91,6 +96,16 @@ def test_prefills_take_turns_with_the_tokens_of_others(make_driven: MakeDriven) 
     for name in "BCD":
         driven.add(name, 2)
     assert driven.steps(6) == ["dA", "pB", "dAB", "pC", "dABC", "pD"]
+
+
+def test_tokens_that_take_as_long_as_prefills_come_behind_three_of_them(make_driven: MakeDriven) -> None:
+    driven = make_driven()
+    driven.seconds["decode"] = 1.0
+    driven.add("A", 1, max_new_tokens=8)
+    driven.steps(2)
+    for name in "BCDE":
+        driven.add(name, 2)
+    assert driven.steps(6) == ["pB", "pC", "pD", "dABCD", "pE", "dABCDE"]
 
 
 def test_answers_are_those_of_single_runs_wherever_requests_join(make_driven: MakeDriven) -> None:
