@@ -32,6 +32,7 @@ from cachecraft_rag.similar import Embed, SimilarQuestions
 from cachecraft_rag.step_runner import StepRunner
 from cachecraft_rag.store import ChunkStore
 from cachecraft_rag.store.build import open_store
+from cachecraft_rag.thread_workers import release_workers
 from cachecraft_rag.verify import VerifyReport, verify
 
 
@@ -102,6 +103,7 @@ class CacheCraftEngine:
         self._is_closed = False
         if self.fallback_reason is not None:
             self._prefiller.warn(self.fallback_reason)
+        release_workers()
 
     @classmethod
     def from_pretrained(

@@ -31,6 +31,7 @@ from cachecraft_rag.request_chunk import RequestChunk, WholeChunk
 from cachecraft_rag.similar import SimilarQuestions
 from cachecraft_rag.single_flight import SingleFlight
 from cachecraft_rag.store import ChunkStore
+from cachecraft_rag.thread_workers import release_workers
 from cachecraft_rag.variant_choice import Variants
 
 
@@ -91,6 +92,7 @@ class ChunkLibrary:
             self._link(text, key)
             if token_ids and not self.store.contains(key):
                 computed += self._keep(key, encoder.encode(token_ids, with_sensitivity=True), static)
+        release_workers()
         return computed
 
     def keep_new_parts(self, namespace: str) -> None:

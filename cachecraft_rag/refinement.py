@@ -25,6 +25,7 @@ from cachecraft_rag.plan import make_plan
 from cachecraft_rag.prompt import EncodedPrompt
 from cachecraft_rag.request import Request
 from cachecraft_rag.stats import RefinementStats
+from cachecraft_rag.thread_workers import release_workers
 
 _LOOK_S = 0.05
 """Seconds after which the thread looks again whether requests run; whoever ends one tells nobody."""
@@ -166,6 +167,7 @@ class Refinement:
                     self._refine(job)
                 except Exception as error:  # no request may fail for what was only done ahead of need
                     self._report(error)
+                release_workers()
         finally:
             with self._changed:
                 self._end()  # warnings may be errors

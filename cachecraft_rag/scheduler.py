@@ -18,6 +18,7 @@ from cachecraft_rag.errors import EngineBusyError
 from cachecraft_rag.request import Request
 from cachecraft_rag.result import GenerationResult
 from cachecraft_rag.step_runner import StepRunner
+from cachecraft_rag.thread_workers import release_workers
 from cachecraft_rag.ticket import Ticket
 
 LINGER_S = 1.0
@@ -26,6 +27,8 @@ LINGER_S = 1.0
 
 class Scheduler:
     """Answers requests, each as if it were alone. Thread-safe.
+
+    A thread keeps PyTorch's workers only while it runs the model, see ``thread_workers``.
 
     Args:
         runner: Takes the steps; nobody else may use it.
@@ -65,6 +68,7 @@ class Scheduler:
                 yield piece
         finally:
             self._cancel(ticket)
+            release_workers()
         return ticket.outcome()
 
     def answer_all(
@@ -84,6 +88,7 @@ class Scheduler:
         finally:
             for ticket in tickets:
                 self._cancel(ticket)
+            release_workers()
         return [ticket.outcome() for ticket in tickets]
 
     def close(self) -> None:
@@ -109,6 +114,8 @@ class Scheduler:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._serve, name="cachecraft-engine", daemon=True)
                     self._thread.start()
+        if self._is_threaded:
+            release_workers()  # another thread computes while this one waits
         self._wake_thread()
         if (cancellation := current_cancellation()) is not None:
             for ticket in tickets:
@@ -159,6 +166,7 @@ class Scheduler:
             with self._lock:
                 if not self._runner.open:
                     self._is_threaded = False
+            release_workers()
             with suppress(Empty):
                 self._wake.get(timeout=None if self._is_threaded else LINGER_S)
             with self._lock:

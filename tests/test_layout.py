@@ -28,7 +28,7 @@ MAX_LINES = 350
 # A package counts as one module here. Names of modules that are still to be written may stand in the table.
 LAYERS = (
     ("errors", "neutral_passages", "store_config", "settings_file", "stats"),
-    ("single_flight", "in_flight", "cancellation"),
+    ("single_flight", "in_flight", "cancellation", "thread_workers"),
     ("config",),
     ("keys", "cfo", "variants", "deviation", "calibration"),
     ("rope", "attention", "attention_record", "sparse_attention", "history", "similar"),
@@ -66,7 +66,7 @@ LAYERS = (
     ("__main__",),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
-STORE_MAY_IMPORT = {"store", "errors", "store_config", "keys", "chunk_kv", "stats", "variants"}
+STORE_MAY_IMPORT = {"store", "errors", "store_config", "keys", "chunk_kv", "stats", "variants", "thread_workers"}
 WITHOUT_TORCH = {
     "cfo",
     "plan",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store.evicted import Evicted
+from cachecraft_rag.thread_workers import release_workers
 
 _logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class BackgroundWriter:
                 self._idle()
             except Exception:  # tiers count their failures themselves; whatever else happens must not end the thread
                 _logger.exception("writing chunk KV to a slower tier failed")
+            release_workers()  # packing has used some
             with self._changed:
                 self._current, self._is_busy = None, False
                 self._changed.notify_all()
