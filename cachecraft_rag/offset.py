@@ -12,7 +12,6 @@ nothing is moved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch.nn import functional
@@ -62,7 +61,6 @@ class Offset:
         chunks = chunk_index.to(device)
         self._common = 1.0 + _SAME_CHUNK * (chunks[:, None] == chunks[self._learnt][None, :]).float()
         self._layouts, self._strength = layouts, strength
-        self._runs = _runs(positions)
         self._turns: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def correct(
@@ -83,9 +81,10 @@ class Offset:
             new_values: Their values.
         """
         weights = self._weights[layer_idx]
-        scale = weights[self._learnt].square().mean()
+        scale = weights[self._learnt].square().mean().sqrt()
         if not scale > 0.0:
             return  # values of the first layer depend on no context
+        weights = weights / scale  # only their ratios count, and float16 holds neither tiny nor huge numbers
         places = self._positions[self._learnt]
         changed_keys = new_keys[:, self._rows].float() - keys[:, places].float()
         changed_values = new_values[:, self._rows].float() - values[:, places].float()
@@ -94,7 +93,7 @@ class Offset:
             changed_keys = rerotate_keys(changed_keys, -places, layout)
 
         kernel = self._kernel(values, weights)
-        inverses = _inverses(kernel[self._learnt].float(), scale)
+        inverses = _inverses(kernel[self._learnt].float())
         changes = [_by_token(changed_keys), _by_token(changed_values)]
         coefficients = torch.cat([_trusted(inverses, part) for part in changes], dim=1)
         if not coefficients.any():
@@ -107,17 +106,15 @@ class Offset:
         if layout is not None:
             moved_keys = turn_keys(moved_keys, *self._turn(layout, keys.dtype), layout)
         moved_values = value_part.unflatten(1, (values.shape[0], values.shape[2])).transpose(0, 1)
-        for place, (start, end) in self._runs:
-            rows = slice(place, place + end - start)
-            keys[:, start:end] += moved_keys[:, rows]
-            values[:, start:end] += moved_values[:, rows]
+        keys.index_add_(1, self._positions, moved_keys)
+        values.index_add_(1, self._positions, moved_values)
 
     def _kernel(self, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Covariance of all tokens with those that are learnt from, ``[num_tokens, num_learnt]``, dtype of the KV.
 
         What is moved is rounded to that dtype anyway; all passes over all tokens are in it.
         """
-        features = _by_token(torch.cat([values[:, start:end] for _, (start, end) in self._runs], dim=1))
+        features = _by_token(values[:, self._positions])
         features = features - features.mean(dim=0)
         features = functional.normalize(features / (features.square().mean(dim=0).sqrt() + 1e-6), dim=1)
         alike = (features @ features[self._learnt].T).clamp_(min=0.0).square_()
@@ -132,20 +129,14 @@ class Offset:
         return self._turns[id(layout), dtype]
 
 
-def _runs(positions: torch.Tensor) -> list[tuple[int, tuple[int, int]]]:
-    """Stretches of consecutive positions: number of the first, and the range ``[start, end)``."""
-    starts = [0, *((positions.diff() != 1).nonzero().squeeze(1) + 1).tolist(), positions.numel()]
-    return [(a, (int(positions[a]), int(positions[b - 1]) + 1)) for a, b in pairwise(starts)]
-
-
 def _by_token(heads: torch.Tensor) -> torch.Tensor:
     """``[num_kv_heads, n, dim]`` as ``[n, num_kv_heads * dim]``."""
     return heads.transpose(0, 1).flatten(1)
 
 
-def _inverses(covariance: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _inverses(covariance: torch.Tensor) -> torch.Tensor:
     """Inverse of a covariance ``[n, n]`` with each amount of noise added, ``[num_noises, n, n]``."""
-    noises = torch.tensor(_NOISES, device=covariance.device)[:, None, None] * scale
+    noises = torch.tensor(_NOISES, device=covariance.device)[:, None, None]
     factors, _ = torch.linalg.cholesky_ex(covariance + noises * torch.eye(len(covariance)).to(noises))
     return torch.cholesky_inverse(factors)  # no numbers where the KV holds none: then nothing is trusted
 

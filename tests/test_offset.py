@@ -72,6 +72,18 @@ def test_half_the_strength_moves_half_as_far() -> None:
         assert torch.allclose((moved - before) / 2, halfway - before, atol=1e-6)
 
 
+@pytest.mark.parametrize("sensitivity", [1.0, 1e-7])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_moves_as_far_whatever_the_sensitivity(dtype: torch.dtype, sensitivity: float) -> None:
+    whole, low = Setting(), Setting(sensitivity=torch.full((2, NUM_TOKENS), sensitivity))
+    expected = whole.corrected()
+    for name in ("keys", "values", "true_keys", "true_values"):
+        setattr(low, name, getattr(low, name).to(dtype))
+    for moved, wanted, before in zip(low.corrected(), expected, (whole.keys, whole.values), strict=True):
+        assert moved.dtype == dtype
+        assert error(moved.float(), wanted) < 0.01 * error(wanted, before)
+
+
 def test_tokens_that_depend_on_no_context_stay() -> None:
     sensitivity = torch.ones(2, NUM_TOKENS)
     sensitivity[:, 40:] = 0.0
@@ -122,8 +134,7 @@ def test_the_error_without_a_token_is_that_of_a_regression_on_the_others() -> No
     draw = torch.Generator().manual_seed(5)
     root = torch.randn(6, 6, generator=draw)
     covariance, changes = root @ root.T, torch.randn(6, 3, generator=draw)
-    scale = torch.tensor(0.25)
-    inverse = _inverses(covariance, scale)[0]  # noise 8 x 0.25
+    inverse = _inverses(covariance / 0.25)[0]  # noise 8 x 0.25
     left_out = (inverse @ changes) / inverse.diagonal()[:, None]
     for token in range(6):
         others = [other for other in range(6) if other != token]
@@ -136,7 +147,7 @@ def test_the_least_noise_is_trusted_where_changes_are_foretold_best() -> None:
     draw = torch.Generator().manual_seed(6)
     root = torch.randn(40, 3, generator=draw)
     covariance = 1000.0 * root @ root.T
-    inverses = _inverses(covariance, torch.tensor(1.0))
+    inverses = _inverses(covariance)
     smooth = 30.0 * root @ torch.randn(3, 2, generator=draw)
     assert torch.equal(_trusted(inverses, smooth), inverses[0] @ smooth)
 
