@@ -49,6 +49,9 @@ def test_a_folder_of_a_machine_would_be_noticed() -> None:
 
 def test_what_the_kept_tables_claim_holds(kept: Any) -> None:
     assert_claims(kept)
+    _, times, _ = tables(kept)
+    full, warm = (float(times[way][-1].removesuffix(" s")) for way in ("full", "warm"))  # medians
+    assert warm < full
 
 
 @pytest.mark.real_model
@@ -76,7 +79,7 @@ def assert_complete(notebook: Any) -> None:
 
 
 def assert_claims(notebook: Any) -> None:
-    """Our splitter keeps chunks through an edit, warm prompts find all chunks and compute little, and are quick."""
+    """Our splitter keeps chunks through an edit, and warm prompts find all chunks and compute little."""
     splitters, times, answers = tables(notebook)
     ours, *others = [percent(cell) for cell in splitters["found after the edit"]]
     assert splitters["splitter"][0].startswith("CacheAligned")
@@ -90,8 +93,6 @@ def assert_claims(notebook: Any) -> None:
     assert all(re.fullmatch(r"([1-9]\d*) of \1", cell) for cell in hits), hits
     *computed, _ = times["computed, warm"]
     assert all(0.0 < float(cell) < 0.5 for cell in computed), computed
-    full, warm = (float(times[way][-1].removesuffix(" s")) for way in ("full", "warm"))  # medians
-    assert warm < full
 
     assert all(answers[way][row] for way in ("full", "cold", "warm") for row in range(len(hits)))
 
