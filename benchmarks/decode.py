@@ -12,15 +12,14 @@ import argparse
 import random
 import statistics
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.token_times import TokenTimes
 from benchmarks.workload import load_workload, machine
 from cachecraft_rag import CacheCraftEngine, EngineConfig, RagPrompt
 
@@ -67,7 +66,7 @@ def tokens_per_s(engine: CacheCraftEngine, prompt: RagPrompt, name: str, num_tok
             raise SystemExit(f"the answer has {len(result.token_ids)} tokens: too few to measure; try another --seed")
         return (len(result.token_ids) - 1) / result.stats.decode_s
     ids = torch.tensor([engine.prompts.encode(prompt).token_ids], device=engine.model.device)
-    clock = _Clock()
+    clock = TokenTimes()
     engine.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -80,19 +79,6 @@ def tokens_per_s(engine: CacheCraftEngine, prompt: RagPrompt, name: str, num_tok
     )
     first, last = clock.times[1], clock.times[num_tokens]  # the prompt comes before the first token
     return (num_tokens - 1) / (last - first)
-
-
-class _Clock:
-    """A streamer that notes when the prompt and every token came."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Any) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        self.times.append(time.perf_counter())
 
 
 def _arguments() -> argparse.Namespace:

@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.token_times import TokenTimes
 from benchmarks.workload import load_workload, machine
 from cachecraft_rag import CacheCraftEngine, EngineConfig, RagPrompt, RecomputeConfig
 from cachecraft_rag.thread_workers import release_workers
@@ -63,24 +64,11 @@ class OneByOne:
 
     def _answer(self, prompt: RagPrompt, came: float) -> Served:
         ids = torch.tensor([self._engine.prompts.encode(prompt).token_ids], device=self._engine.model.device)
-        clock = _Clock()
+        clock = TokenTimes()
         options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "do_sample": False, "pad_token_id": 0}
         output = self._engine.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **options)
         release_workers()  # or this thread would slow down those that are measured next
         return Served(clock.times[1] - came, tuple(output[0, ids.shape[1] :].tolist()))
-
-
-class _Clock:
-    """A streamer that notes when the prompt and every token came."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: object) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        self.times.append(time.perf_counter())
 
 
 def main() -> None:

@@ -4,7 +4,8 @@
 
 Every chunk is stored in host memory before the first measured request; each request takes its chunks in a new random
 order and is answered by full prefill and at every ratio, one after the other, so that noise of the machine hits all of
-them alike. Reported are medians over the requests.
+them alike. Reported are medians over the requests. The floor of a ratio is one forward pass of as many tokens over KV
+that is in place already: the free ones, and others at random places.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ def floor(engine: CacheCraftEngine, prompt: RagPrompt, ratio: float, draw: rando
     chosen = draw.sample(places, request.plan.with_budget(round(ratio * len(places))).budget)
     free = [place for start, end in request.plan.free_ranges() for place in range(start, end)]
     rows = torch.tensor(sorted({*free, *chosen}))
+    token_ids, adapter = torch.tensor(encoded.token_ids)[rows], ModelAdapter(engine.model)
     started = time.perf_counter()
-    ModelAdapter(engine.model).forward_rows(torch.tensor(encoded.token_ids)[rows], rows, request.kv)
+    adapter.forward_rows(token_ids, rows, request.kv)
     seconds: float = time.perf_counter() - started
     return seconds
 

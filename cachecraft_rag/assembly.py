@@ -11,7 +11,7 @@ import torch
 from cachecraft_rag.chunk_kv import LayeredKV
 from cachecraft_rag.plan import Action, RequestPlan
 from cachecraft_rag.prompt_kv import PromptKV
-from cachecraft_rag.rope import RopeSpec, RotaryLayout, turn, turn_keys
+from cachecraft_rag.rope import Moves, RopeSpec
 
 
 def assemble(
@@ -60,10 +60,11 @@ class _Assembly:
         # All chunks of a layer move at once, with what lies between them: that is computed later, and written then.
         first = min((start for start, _ in self._placed), default=0)
         end = max((start + chunk_kv.num_tokens for start, chunk_kv in self._placed), default=0)
-        self._place, self._moves = slice(first, end), torch.zeros(end - first, dtype=torch.long)
+        delta = torch.zeros(end - first, dtype=torch.long)
         for start, chunk_kv in self._placed:
-            self._moves[start - first : start - first + chunk_kv.num_tokens] = start - chunk_kv.base
-        self._turns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            delta[start - first : start - first + chunk_kv.num_tokens] = start - chunk_kv.base
+        self._place = slice(first, end)
+        self._moves = Moves(delta, kv.keys.device) if delta.any() else None
         if readers is not None:
             unread = [chunk_kv for _, chunk_kv in self._placed if not chunk_kv.is_read]
             for layer_idx in range(len(rope.layers) if unread else 0):
@@ -79,15 +80,9 @@ class _Assembly:
             place = slice(start, start + chunk_kv.num_tokens)
             buffer_keys[:, place].copy_(keys, non_blocking=True)
             buffer_values[:, place].copy_(values, non_blocking=True)
-        if layout is not None and self._moves.any():
+        if layout is not None and self._moves is not None:
             keys = buffer_keys[:, self._place]
-            turn_keys(keys, *self._turn(layout), layout, out=keys)
-
-    def _turn(self, layout: RotaryLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of every token's move; layers that rotate alike share them."""
-        if id(layout) not in self._turns:
-            self._turns[id(layout)] = turn(self._moves, layout, self._kv.keys.device)
-        return self._turns[id(layout)]
+            self._moves.move(keys, layout, out=keys)
 
 
 class _DeviceAssembly(_Assembly):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from cachecraft_rag.rope import RotaryLayout, rerotate_keys, turn, turn_keys
+from cachecraft_rag.rope import Moves, RotaryLayout, rerotate_keys
 
 MAX_FIT = 128
 """Recomputed tokens that are learnt from: twice as many take twice the time and bring 1 to 3 % less divergence."""
@@ -61,7 +61,7 @@ class Offset:
         chunks = chunk_index.to(device)
         self._common = 1.0 + _SAME_CHUNK * (chunks[:, None] == chunks[self._learnt][None, :]).float()
         self._layouts, self._strength = layouts, strength
-        self._turns: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._moves = Moves(positions, device)
 
     def correct(
         self,
@@ -104,7 +104,7 @@ class Offset:
         )
         moved_keys = key_part.unflatten(1, (keys.shape[0], keys.shape[2])).transpose(0, 1)
         if layout is not None:
-            moved_keys = turn_keys(moved_keys, *self._turn(layout, keys.dtype), layout)
+            moved_keys = self._moves.move(moved_keys, layout, keys.dtype)
         moved_values = value_part.unflatten(1, (values.shape[0], values.shape[2])).transpose(0, 1)
         keys.index_add_(1, self._positions, moved_keys)
         values.index_add_(1, self._positions, moved_values)
@@ -120,13 +120,6 @@ class Offset:
         alike = (features @ features[self._learnt].T).clamp_(min=0.0).square_()
         self._common, weights = self._common.to(alike.dtype), weights.to(alike.dtype)
         return alike.mul_(_ALIKE).add_(self._common).mul_(weights[:, None]).mul_(weights[self._learnt][None, :])
-
-    def _turn(self, layout: RotaryLayout, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of all positions; layers that rotate alike share them."""
-        if (id(layout), dtype) not in self._turns:
-            cos, sin = turn(self._positions, layout, self._positions.device)
-            self._turns[id(layout), dtype] = cos.to(dtype), sin.to(dtype)
-        return self._turns[id(layout), dtype]
 
 
 def _by_token(heads: torch.Tensor) -> torch.Tensor:

@@ -47,27 +47,24 @@ def rerotate_keys(
     """
     if isinstance(delta, int) and delta == 0:
         return keys if out is None else out.copy_(keys, non_blocking=True)
-    return turn_keys(keys, *turn(delta, layout, keys.device), layout, out)
+    return _turn_keys(keys, *_turn(delta, layout, keys.device), layout, out)
 
 
-def turn(delta: int | torch.Tensor, layout: RotaryLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _turn(delta: int | torch.Tensor, layout: RotaryLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of a move by ``delta`` positions, float32, ``[rotary_dim / 2]`` or ``[num_tokens, ...]``."""
     inv_freq = layout.inv_freq.to(device=device, dtype=torch.float32)
     angle = delta.to(device)[:, None] * inv_freq if isinstance(delta, torch.Tensor) else delta * inv_freq
     return angle.cos(), angle.sin()
 
 
-def turn_keys(
+def _turn_keys(
     keys: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     layout: RotaryLayout,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Move rotated keys by what ``turn`` gave, in the dtype of its cosine and sine; otherwise as ``rerotate_keys``.
-
-    ``out`` may be ``keys``.
-    """
+    """Move rotated keys in the dtype of cosine and sine; as ``rerotate_keys`` otherwise. ``out`` may be ``keys``."""
     rotated = torch.empty_like(keys) if out is None else out
     width = layout.rotary_dim
     if layout.interleaved:
@@ -82,6 +79,32 @@ def turn_keys(
     if width < keys.shape[-1] and rotated is not keys:
         rotated[..., width:] = keys[..., width:]
     return rotated
+
+
+class Moves:
+    """Moves of several tokens; layers that rotate alike share their cosine and sine.
+
+    Args:
+        delta: New position minus old position of each, ``[num_tokens]`` integers.
+        device: Where the keys are.
+    """
+
+    def __init__(self, delta: torch.Tensor, device: torch.device) -> None:
+        self._delta, self._device = delta, device
+        self._turns: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def move(
+        self,
+        keys: torch.Tensor,
+        layout: RotaryLayout,
+        dtype: torch.dtype = torch.float32,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Move keys of these tokens, ``[..., num_tokens, head_dim]``, in ``dtype``; ``out`` may be ``keys``."""
+        if (id(layout), dtype) not in self._turns:
+            cos, sin = _turn(self._delta, layout, self._device)
+            self._turns[id(layout), dtype] = cos.to(dtype), sin.to(dtype)
+        return _turn_keys(keys, *self._turns[id(layout), dtype], layout, out)
 
 
 @dataclass(frozen=True, eq=False)

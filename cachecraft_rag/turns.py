@@ -25,12 +25,11 @@ class Turns:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._ahead_s = self._rows_s = 0.0
-        self._has_run = False
 
     @property
     def are_rows_due(self) -> bool:
         """Whether everyone who decodes gets a token before the next prefill."""
-        return self._has_run and self._ahead_s >= _SHARE * self._rows_s
+        return self._ahead_s > 0.0 and self._ahead_s >= _SHARE * self._rows_s
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
@@ -40,7 +39,6 @@ class Turns:
             yield
         finally:
             self._ahead_s += self._clock() - started
-            self._has_run = True
 
     @contextmanager
     def rows(self) -> Iterator[None]:
@@ -54,4 +52,4 @@ class Turns:
 
     def rest(self) -> None:
         """Nobody decodes: the next prefill has nobody to wait for."""
-        self._ahead_s, self._has_run = 0.0, False
+        self._ahead_s = 0.0

@@ -94,7 +94,7 @@ def test_rows_see_of_the_kept_keys_what_causality_allows() -> None:
         first, last = block.rows
         for row in range(first, last, 17):
             keys = [k for k in read if k <= POSITIONS[row]]
-            scores = query[0, :, row] @ key[0, :, keys].transpose(1, 2).repeat_interleave(2, 0)[:, :, :]
+            scores = query[0, :, row] @ key[0, :, keys].transpose(1, 2).repeat_interleave(2, 0)
             weights = (torch.diagonal(scores, dim1=0, dim2=1).T * SCALING).softmax(-1)
             expected = torch.einsum("hk,hkd->hd", weights, value[0, :, keys].repeat_interleave(2, 0))
             assert torch.allclose(output[0, row], expected, atol=1e-5)
