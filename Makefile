@@ -1,6 +1,7 @@
 # Everything runs in .venv, which the first command creates: Python 3.10+ with pip and venv is all that must be there before.
 #   make demo MODEL=Qwen/Qwen2.5-0.5B-Instruct      another model
 #   make test ARGS="-k rope -x"                     arguments for the command behind a target
+#   make test WORKERS=8                             more processes for the tests
 #   make venv PYTHON=python3.12 PIP_FLAGS=...       another interpreter; further options for pip, such as an index of PyTorch builds
 
 PYTHON ?= python3
@@ -8,6 +9,7 @@ VENV := .venv
 VENV_OLDEST := .venv-oldest
 MODEL ?=
 ARGS ?=
+WORKERS ?= 2
 PIP_FLAGS ?=
 RIVALS ?= build/rivals
 DATA ?=
@@ -19,6 +21,9 @@ LLAMA_INDEX := integrations/llama-index-llms-cachecraft
 LANGCHAIN := integrations/langchain-cachecraft
 BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
+
+# Processes of one thread each: on tiny tensors two threads of one process only wait for each other. A file stays in one.
+TEST_WITH := -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo cookbooks test lint format types test-oldest bench replay rivals growth bench-gpu gpu-site clean
@@ -57,7 +62,7 @@ cookbooks: $(VENV)/.installed  ## execute the notebooks and keep their outputs
 	$(BIN)/python cookbooks/execute.py $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 test: $(VENV)/.installed  ## all tests; GPU tests skip themselves without a CUDA device
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python $(TEST_WITH) --benchmark-disable $(ARGS)
 
 lint: $(VENV)/.installed  ## ruff: rules and formatting
 	$(BIN)/ruff check .
@@ -71,7 +76,7 @@ types: $(VENV)/.installed  ## mypy over the three packages
 	$(BIN)/mypy cachecraft_rag $(LLAMA_INDEX)/llama_index $(LANGCHAIN)/langchain_cachecraft
 
 test-oldest: $(VENV_OLDEST)/.installed  ## the engine's tests on the oldest supported releases, in .venv-oldest
-	$(VENV_OLDEST)/bin/python -m pytest tests -m "not real_model" $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python $(TEST_WITH) tests -m "not real_model" $(ARGS)
 
 bench: $(VENV)/.installed  ## measure the time to first token
 	$(BIN)/python benchmarks/ttft.py $(if $(MODEL),--model "$(MODEL)") $(ARGS)

@@ -56,6 +56,25 @@ def test_a_damaged_entry_is_a_counted_miss_and_is_removed(tmp_path: Path, damage
     assert is_same(store.get(key("a")), entry(1500, of=key("a")))
 
 
+def test_an_entry_that_somebody_deletes_while_its_files_are_listed_is_a_plain_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, 10**6)
+    store.put(key("a"), entry(1500))
+    listed = os.listdir
+
+    def delete_then_list(path: Path) -> list[str]:
+        if not any(name.endswith(".kv") for name in listed(path)):
+            return listed(path)
+        DiskStore(tmp_path, 10**6).remove(key("a"))
+        return []  # what a folder that was opened before its deletion lists
+
+    monkeypatch.setattr(os, "listdir", delete_then_list)
+    assert store.get(key("a")) is None
+    stats = store.stats()
+    assert (stats.corrupt, stats.misses, stats.errors) == (0, 1, 0)
+
+
 def open_and_damage(store: DiskStore, path: Path) -> LazyKV:
     """An entry that was opened before its last layer was damaged."""
     store.put(key("a"), entry(1500, of=key("a")))

@@ -17,8 +17,17 @@ TASKS = Path("/proc/self/task")
 pytestmark = [
     pytest.mark.skipif(not release_workers(), reason="this PyTorch has no GNU OpenMP that can end workers"),
     pytest.mark.skipif(not TASKS.exists(), reason="threads can be counted on Linux only"),
-    pytest.mark.skipif(torch.get_num_threads() < 2, reason="one thread needs no workers"),
+    pytest.mark.usefixtures("two_threads"),
 ]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """One thread needs no workers, and the tests run with one where several processes share them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def num_workers() -> int:

@@ -230,7 +230,8 @@ def open_shards(path: Path) -> list[ShardReader]:
 def _shard_files(path: Path) -> list[Path]:
     found = os.listdir(path)
     names = [f"{index}.kv" for index in range(len(found))]
-    if set(names) != set(found):
+    if not found or set(names) != set(found):
+        path.stat()  # what was listed while somebody deleted it is gone, not damaged
         raise CorruptEntryError(f"{path} lacks shards or holds other files")
     return [path / name for name in names]
 
