@@ -86,11 +86,6 @@ class RequestPlan:
         return replace(self, ratio=budget / max(1, self.num_candidates))
 
     @property
-    def is_full_prefill(self) -> bool:
-        """Whether no stored KV is used at all."""
-        return all(chunk.action is Action.PREFILL for chunk in self.chunks)
-
-    @property
     def leading_exact(self) -> int:
         """Number of leading tokens whose KV does not depend on any approximate KV."""
         approximate = self.approximate
@@ -121,11 +116,6 @@ class RequestPlan:
         """The tokens after the last chunk, which stand for the question when tokens are chosen."""
         last = max((chunk.end for chunk in self.chunks), default=0)
         return min(last, self.num_tokens - 1), self.num_tokens
-
-    def describe(self) -> str:
-        """One line per chunk, for people."""
-        lines = [f"{c.start:>7}-{c.end:<7} {c.action.value}{' (exact)' if c.is_exact else ''}" for c in self.chunks]
-        return "\n".join([f"prompt of {self.num_tokens} tokens, {self.budget} to recompute", *lines])
 
 
 def make_plan(

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from cachecraft_rag.attention_record import ChunkRecorder
+from cachecraft_rag.candidates import Candidates
 from cachecraft_rag.chunk_kv import LayeredKV
-from cachecraft_rag.deviation import DeviationModel, token_features
+from cachecraft_rag.deviation import DeviationModel
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.offset import Offset
 from cachecraft_rag.plan import RequestPlan
@@ -96,9 +97,10 @@ def selective_prefill(
         asked: The question, and what a similar one found out; ``None`` where these are not looked for.
     """
     started, filled = time.perf_counter(), kv.fill_s
-    passes = _Passes(adapter, plan, token_ids, kv)
-    context = partial(_selection_context, plan, chunk_kvs, adapter.num_layers, seed, passes, earlier, deviation)
-    choice = _choose(plan, policy, goal, context, asked)
+    candidates = Candidates(plan, chunk_kvs, adapter.num_layers)
+    passes = _Passes(adapter, plan, candidates, token_ids, kv)
+    context = partial(_selection_context, plan, candidates, passes, seed, earlier, deviation)
+    choice = _choose(plan, candidates, policy, goal, context, asked)
     select_s = time.perf_counter() - started - (kv.fill_s - filled)
     if choice.refusal is not None:
         return PrefillResult(None, *choice, passes.token_layers, select_s, 0.0)
@@ -109,11 +111,11 @@ def selective_prefill(
     if plan.chunk_budgets is not None and plan.computed_exactly:
         recorder = ChunkRecorder([(chunk.start, chunk.end) for chunk in plan.chunks], plan.computed_exactly)
     correction = sparse = None
-    if attend_share < 1.0 and choice.selected.numel() < choice.plan.num_candidates:
+    if attend_share < 1.0 and choice.selected.numel() < len(candidates):
         chunks = [(chunk.start, chunk.end) for chunk in plan.approximate]
         sparse = SparseKeys(rows, chunks, attend_share, plan.num_tokens, kv.keys.device)
-    if offset > 0.0 and rope is not None and 0 < choice.selected.numel() < choice.plan.num_candidates:
-        correction = _offset(choice.plan, chunk_kvs, choice.selected, rows, rope, offset, kv.keys.device).correct
+    if offset > 0.0 and rope is not None and 0 < choice.selected.numel() < len(candidates):
+        correction = _offset(candidates, choice.selected, rows, rope, offset, kv.keys.device).correct
     with kv.corrected_by(correction):
         logits = adapter.forward_rows(token_ids[rows], rows, kv, recorder, sparse)
     token_layers = passes.token_layers + rows.numel() * adapter.num_layers
@@ -135,36 +137,36 @@ class _Choice(NamedTuple):
 
 def _choose(
     plan: RequestPlan,
+    candidates: Candidates,
     policy: SelectionPolicy,
     goal: Goal | None,
-    make_context: Callable[[torch.Tensor], SelectionContext],
+    make_context: Callable[[], SelectionContext],
     asked: AskedQuestion | None,
 ) -> _Choice:
-    candidates = _candidates(plan)
-    num_candidates = candidates.numel()
+    num_candidates, positions = len(candidates), candidates.positions
     target = None if goal is None else goal.target
     if target is not None and num_candidates == 0:
         plan = plan.with_budget(0)
     if num_candidates == 0 or (target is None and plan.budget in (0, num_candidates)):
         known = 0.0 if plan.budget == num_candidates else None  # nothing is left, or nobody looked at what is
-        return _Choice(plan, None, known, known, candidates[: plan.budget])
-    context = make_context(candidates)
+        return _Choice(plan, None, known, known, positions[: plan.budget])
+    context = make_context()
     if not isinstance(policy, ScoringPolicy):
-        return _Choice(plan, None, None, None, candidates[policy.select(context)])
+        return _Choice(plan, None, None, None, positions[policy.select(context)])
     hint = None if asked is None else asked.hint
     scores, own = _scores(policy, context, hint)
-    found = () if asked is None or own is None else _by_chunk(plan, context, own), hint is not None
+    found = () if asked is None or own is None else candidates.by_chunk(own), hint is not None
     left = residuals(scores)
     if goal is not None and target is not None:
         budget = goal.budget(left)
         if budget is None:
             least = goal.calibration.predict(float(left[goal.largest_budget(left)]))
             refusal = f"predicted divergence {least:.4g} above the target {target:.4g}"
-            return _Choice(plan.with_budget(num_candidates), refusal, 0.0, 0.0, candidates[:0], *found)
+            return _Choice(plan.with_budget(num_candidates), refusal, 0.0, 0.0, positions[:0], *found)
         plan = plan.with_budget(budget)
     residual = float(left[plan.budget])
     predicted = None if goal is None else goal.calibration.predict(residual)
-    return _Choice(plan, None, residual, predicted, candidates[top_candidates(scores, plan.budget)], *found)
+    return _Choice(plan, None, residual, predicted, positions[top_candidates(scores, plan.budget)], *found)
 
 
 def _scores(
@@ -182,23 +184,14 @@ def _scores(
     return torch.where(known, mean, own.cpu()), own
 
 
-def _by_chunk(plan: RequestPlan, context: SelectionContext, scores: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Scores of the candidates as those of whole chunks; 0 for the prompt's last token, which is no candidate."""
-    by_chunk: list[torch.Tensor | None] = []
-    for index, chunk in enumerate(plan.chunks):
-        inside = context.chunk_index == index
-        whole = torch.zeros(chunk.end - chunk.start)
-        whole[context.offset_in_chunk[inside]] = scores.cpu()[inside]
-        by_chunk.append(whole if bool(inside.any()) else None)
-    return tuple(by_chunk)
-
-
 class _Passes:
     """The forward passes that policies may ask for; each runs at most once and is charged."""
 
-    def __init__(self, adapter: ModelAdapter, plan: RequestPlan, token_ids: torch.Tensor, kv: PromptKV) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, plan: RequestPlan, candidates: Candidates, token_ids: torch.Tensor, kv: PromptKV
+    ) -> None:
         self._adapter, self._plan, self._token_ids, self._kv = adapter, plan, token_ids, kv
-        self._candidates = _candidates(plan)
+        self._candidates = candidates
         self._attention: torch.Tensor | None = None
         self._deviation: torch.Tensor | None = None
         self.token_layers = 0
@@ -219,7 +212,7 @@ class _Passes:
             question_start = self._plan.question_range()[0]
             record_from = int((rows < question_start).sum())
             recorded = self._adapter.forward_rows_recording(self._token_ids[rows], rows, self._kv, record_from)
-            self._attention = recorded[:, self._candidates.to(recorded.device)]
+            self._attention = recorded[:, self._candidates.positions.to(recorded.device)]
             self.token_layers += rows.numel() * self._adapter.num_layers
         return self._attention
 
@@ -230,112 +223,56 @@ class _Passes:
             positions = torch.arange(self._token_ids.numel())
             fresh = self._adapter.capture(self._token_ids, positions, layer_idx + 1)[layer_idx][0][0]
             stored, _ = self._kv.layer(layer_idx)
-            index = self._candidates.to(stored.device)
+            index = self._candidates.positions.to(stored.device)
             change = fresh[:, index].float() - stored[:, index].float()
             self._deviation = change.square().sum(dim=(0, 2))
             self.token_layers += positions.numel()
         return self._deviation
 
-    def predicted(self, deviation: DeviationModel, chunk_kvs: Sequence[LayeredKV | None]) -> torch.Tensor:
+    def predicted(self, deviation: DeviationModel) -> torch.Tensor:
         """Predicted deviation of every candidate; runs nothing, and is not charged."""
-        return deviation.predict(candidate_features(self._plan, chunk_kvs, self._token_ids, self._kv)[1])
-
-
-def _candidates(plan: RequestPlan) -> torch.Tensor:
-    """Positions of the tokens that may be recomputed; the last token is computed in any case."""
-    last = plan.num_tokens - 1
-    runs = [torch.arange(chunk.start, min(chunk.end, last)) for chunk in plan.approximate]
-    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.long)
+        return deviation.predict(self._candidates.features(self._token_ids, self._kv))
 
 
 def _offset(
-    plan: RequestPlan,
-    chunk_kvs: Sequence[LayeredKV | None],
+    candidates: Candidates,
     selected: torch.Tensor,
     rows: torch.Tensor,
     rope: RopeSpec,
     strength: float,
     device: torch.device,
 ) -> Offset:
-    candidates = _candidates(plan)
-    chunk_index, _, sensitivity = _places(plan, chunk_kvs, candidates, len(rope.layers))
-    return Offset(candidates, chunk_index, sensitivity, selected, rows, rope.layers, strength, device)
-
-
-def _places(
-    plan: RequestPlan, chunk_kvs: Sequence[LayeredKV | None], candidates: torch.Tensor, num_layers: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Number of every candidate's chunk, its place in it, and its sensitivity, 1 where that is not known."""
-    chunk_index, offsets = torch.empty_like(candidates), torch.empty_like(candidates)
-    sensitivity = torch.ones(num_layers, candidates.numel())
-    for index, (chunk, chunk_kv) in enumerate(zip(plan.chunks, chunk_kvs, strict=True)):
-        inside = (candidates >= chunk.start) & (candidates < chunk.end)
-        chunk_index[inside] = index
-        offsets[inside] = candidates[inside] - chunk.start
-        if chunk_kv is not None and chunk_kv.sensitivity is not None and bool(inside.any()):
-            sensitivity[:, inside] = chunk_kv.sensitivity[:, offsets[inside]].float()
-    return chunk_index, offsets, sensitivity
+    return Offset(
+        candidates.positions,
+        candidates.chunk_index,
+        candidates.sensitivity,
+        selected,
+        rows,
+        rope.layers,
+        strength,
+        device,
+    )
 
 
 def _selection_context(
     plan: RequestPlan,
-    chunk_kvs: Sequence[LayeredKV | None],
-    num_layers: int,
-    seed: int,
+    candidates: Candidates,
     passes: _Passes,
+    seed: int,
     earlier: Sequence[torch.Tensor | None] | None,
     deviation: DeviationModel | None,
-    candidates: torch.Tensor,
 ) -> SelectionContext:
-    chunk_index, offsets, sensitivity = _places(plan, chunk_kvs, candidates, num_layers)
-    inter_attention = torch.zeros(candidates.numel())
-    for index, chunk_kv in enumerate(chunk_kvs):
-        if chunk_kv is not None and chunk_kv.inter_attention is not None:
-            inside = chunk_index == index
-            inter_attention[inside] = chunk_kv.inter_attention[offsets[inside]].float()
-    history = None if earlier is None else torch.zeros(candidates.numel())
-    for index, shares in enumerate(earlier or ()):
-        if history is not None and shares is not None:
-            inside = chunk_index == index
-            history[inside] = shares[offsets[inside]]
     return SelectionContext(
-        positions=candidates,
-        chunk_index=chunk_index,
-        offset_in_chunk=offsets,
-        sensitivity=sensitivity,
+        positions=candidates.positions,
+        chunk_index=candidates.chunk_index,
+        offset_in_chunk=candidates.offset_in_chunk,
+        sensitivity=candidates.sensitivity,
         budget=plan.budget,
         seed=seed,
         question_attention=passes.question_attention,
         key_deviation=passes.key_deviation,
-        inter_attention=inter_attention,
+        inter_attention=candidates.inter_attention,
         chunk_budgets=plan.chunk_budgets,
-        history=history,
-        predicted_deviation=None if deviation is None else partial(passes.predicted, deviation, chunk_kvs),
+        history=None if earlier is None else candidates.gather(earlier),
+        predicted_deviation=None if deviation is None else partial(passes.predicted, deviation),
     )
-
-
-def candidate_features(
-    plan: RequestPlan, chunk_kvs: Sequence[LayeredKV | None], token_ids: torch.Tensor, kv: PromptKV
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the deviation of the tokens that may be recomputed is predicted from.
-
-    Args:
-        plan: What is where.
-        chunk_kvs: The KV of the chunks, for their sensitivity.
-        token_ids: ``[num_tokens]`` int64, the whole prompt.
-        kv: The buffer with the stored chunks in place.
-
-    Returns:
-        The positions of those tokens, ``[num_candidates]`` int64, and their features as ``token_features`` gives them.
-    """
-    candidates, num_layers = _candidates(plan), kv.keys.shape[0]
-    chunk_index, offsets, sensitivity = _places(plan, chunk_kvs, candidates, num_layers)
-    lengths = torch.tensor([chunk.end - chunk.start for chunk in plan.chunks])
-    places = candidates.to(kv.keys.device)
-    norms = [
-        kv.layer(layer_idx)[0][:, places].float().square().sum(dim=(0, 2)).sqrt() for layer_idx in range(num_layers)
-    ]
-    features = token_features(
-        token_ids[candidates], chunk_index, offsets, lengths[chunk_index], sensitivity, torch.stack(norms)
-    )
-    return candidates, features

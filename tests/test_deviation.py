@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from cachecraft_rag import CacheCraftEngine, EngineConfig, RagPrompt, RecomputeConfig, SamplingConfig
 from cachecraft_rag.calibration import Calibration
+from cachecraft_rag.candidates import Candidates
 from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.cli import app
 from cachecraft_rag.deviation import (
@@ -28,7 +29,6 @@ from cachecraft_rag.deviation import (
 from cachecraft_rag.evaluate.calibrate import calibrate, fit_deviation
 from cachecraft_rag.evaluate.charge import charge_for
 from cachecraft_rag.evaluate.teacher import score
-from cachecraft_rag.prefill import candidate_features
 from cachecraft_rag.request import Request
 from tests.conftest import EngineMaker, passage, prefill_logits, rag_prompt
 from tests.tiny_models import make
@@ -167,7 +167,8 @@ class TestFeatures:
         assert request.kv is not None
         stored = [chunk.chunk_kv.complete() for chunk in request.chunks if chunk.chunk_kv is not None]
         token_ids = torch.tensor(request.encoded.token_ids)
-        positions, found = candidate_features(request.plan, stored, token_ids, request.kv)
+        candidates = Candidates(request.plan, stored, engine.model.config.num_hidden_layers)
+        positions, found = candidates.positions, candidates.features(token_ids, request.kv)
         places = [n for span in request.encoded.spans for n in range(span.start, span.end)]
         assert positions.tolist() == places
         for column, name in enumerate(FEATURES):
@@ -230,7 +231,8 @@ class TestCalibrating:
         assert stored.kv is not None
         assert full.kv is not None
         chunk_kvs = [chunk.chunk_kv for chunk in stored.chunks]
-        places, features = candidate_features(stored.plan, chunk_kvs, torch.tensor(stored.encoded.token_ids), stored.kv)
+        candidates = Candidates(stored.plan, chunk_kvs, engine.model.config.num_hidden_layers)
+        places, features = candidates.positions, candidates.features(torch.tensor(stored.encoded.token_ids), stored.kv)
         real = relative_deviation(stored.kv.values[:, 0, :, places], full.kv.values[:, 0, :, places])
         predicted = regressor.predict(features)
         for layer_idx in (1, 2):  # values of the first layer depend on no context

@@ -30,12 +30,11 @@ class Case:
     candidates: int = 0
     budget: int = 0
     leading_exact: int = 0
-    is_full_prefill: bool = False
 
 
 CASES = (
-    Case("no chunks", 10, free=((0, 10),), question=(0, 10), leading_exact=10, is_full_prefill=True),
-    Case("one token", 1, free=((0, 1),), question=(0, 1), leading_exact=1, is_full_prefill=True),
+    Case("no chunks", 10, free=((0, 10),), question=(0, 10), leading_exact=10),
+    Case("one token", 1, free=((0, 1),), question=(0, 1), leading_exact=1),
     Case(
         "gaps before, between and after",
         100,
@@ -179,7 +178,6 @@ CASES = (
         free=((0, 100),),
         question=(60, 100),
         leading_exact=100,
-        is_full_prefill=True,
     ),
 )
 
@@ -194,7 +192,6 @@ def test_a_plan_says_what_happens(case: Case) -> None:
     assert plan.num_candidates == case.candidates
     assert plan.budget == case.budget
     assert plan.leading_exact == case.leading_exact
-    assert plan.is_full_prefill == case.is_full_prefill
     free = [position for start, end in plan.free_ranges() for position in range(start, end)]
     assert free == [position for start, end in case.free for position in range(start, end)]
 
@@ -222,13 +219,6 @@ def test_the_budget_is_shared_by_all_chunks() -> None:
 def test_lists_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         make_plan(25, [(0, 10), (10, 20)], [True], [False, False], 0.25)
-
-
-def test_a_plan_can_be_read() -> None:
-    text = make_plan(100, [(10, 30), (40, 60)], [True, False], [True, False], 0.15).describe()
-    lines = text.splitlines()
-    assert lines[0] == "prompt of 100 tokens, 3 to recompute"
-    assert [line.split() for line in lines[1:]] == [["10-30", "reuse", "(exact)"], ["40-60", "encode"]]
 
 
 @st.composite

@@ -16,13 +16,13 @@ import torch
 from tqdm.auto import tqdm
 
 from cachecraft_rag.calibration import Calibration
+from cachecraft_rag.candidates import Candidates
 from cachecraft_rag.config import RecomputeConfig, SamplingConfig
 from cachecraft_rag.deviation import DeviationFit, DeviationModel, relative_deviation
 from cachecraft_rag.engine import CacheCraftEngine
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.evaluate.bootstrap import bootstrap_mean
 from cachecraft_rag.evaluate.teacher import kl_divergence, score
-from cachecraft_rag.prefill import candidate_features
 from cachecraft_rag.prompt import RagPrompt
 from cachecraft_rag.quality import calibrated_settings
 from cachecraft_rag.request import Request
@@ -149,9 +149,10 @@ def fit_deviation(
         finally:
             engine.invalidate(namespace=_NAMESPACE)
         if stored.plan is not None and stored.kv is not None and full.kv is not None:
-            chunk_kvs, token_ids = [chunk.chunk_kv for chunk in stored.chunks], torch.tensor(stored.encoded.token_ids)
-            positions, features = candidate_features(stored.plan, chunk_kvs, token_ids, stored.kv)
-            values = [kv.values[:, 0, :, positions.to(kv.values.device)] for kv in (stored.kv, full.kv)]
+            chunk_kvs = [chunk.chunk_kv for chunk in stored.chunks]
+            candidates = Candidates(stored.plan, chunk_kvs, len(stored.kv.keys))
+            features = candidates.features(torch.tensor(stored.encoded.token_ids), stored.kv)
+            values = [kv.values[:, 0, :, candidates.positions.to(kv.values.device)] for kv in (stored.kv, full.kv)]
             found.add(features, relative_deviation(*values))
     return found.model()
 
