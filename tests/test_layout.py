@@ -41,7 +41,7 @@ LAYERS = (
     ("prompt", "detokenizer"),
     ("tools",),
     ("plan",),
-    ("selection", "offset"),
+    ("selection", "offset", "candidates"),
     ("model_adapter", "model_attention", "model_cache"),
     ("model_loader", "model_state", "capability", "verify"),
     ("quality",),
