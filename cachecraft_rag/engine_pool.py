@@ -40,7 +40,8 @@ class EngineKey:
 class EnginePool:
     """Engines shared by everybody who asks for the same one. Safe to use from any thread.
 
-    An engine that was closed, by whomever, is never handed out again: the next request makes a new one.
+    An engine that was closed, by whomever, is never handed out again: the next request makes a new one. One that was to
+    be kept and that somebody else closed is let go when the pool is next asked for anything.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,6 @@ class EnginePool:
                 engine = self._engines.get(key)
                 if engine is not None and engine.is_closed:
                     engine = None
-                    self._kept.pop(key, None)  # or two models would be in memory while the new one is loaded
             if engine is None:
                 engine = make()
                 with self._lock:
@@ -109,6 +109,8 @@ class EnginePool:
 
     def _gate(self, key: Hashable) -> _Gate:
         with self._lock:
+            # Before anything is loaded, or the models of closed engines would be in memory beside the new one.
+            self._kept = {kept: engine for kept, engine in self._kept.items() if not engine.is_closed}
             gate = self._gates.get(key)
             if gate is None:
                 gate = self._gates[key] = _Gate()

@@ -170,7 +170,7 @@ class _FormIndex:
         form = self._forms.pop(text, "")
         for anchor, _ in _anchors(form):
             places = self._places.pop(anchor, [])
-            if len(places) > 1 and (others := [place for place in places if place[0] != text]):
+            if others := [place for place in places if place[0] != text]:
                 self._places[anchor] = others
 
     def _index(self, texts: Collection[str]) -> None:

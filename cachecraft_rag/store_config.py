@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Precision = Literal["model", "k16v8", "int8", "int4"]
 Compression = Literal["none", "zstd"]
 EvictionPolicyName = Literal["lru", "lfu", "saving"]
+MAX_TTL_S = 10**12  #: Redis keeps milliseconds in 64 bits.
 
 _UNITS = {
     "": 1,
@@ -72,7 +73,7 @@ class WarmTierConfig(MemoryTierConfig):
     """A tier in device memory.
 
     Attributes:
-        size: Byte budget; ``None`` takes its share of ``StoreConfig.device_size``.
+        size: Byte budget; ``None`` takes what it is left of ``StoreConfig.device_size``.
     """
 
     size: ByteSize | None = None  # type: ignore[assignment]
@@ -116,14 +117,14 @@ class RemoteTierConfig(Settings):
         size: Byte budget; ``None`` leaves it to the server.
         precision: What entries are sent in.
         compression: As on disk.
-        ttl_s: Seconds without use after which an entry is gone; ``None`` keeps it.
+        ttl_s: Seconds without use after which an entry is gone, from a millisecond on; ``None`` keeps it.
     """
 
     url: str = Field(min_length=1)
     size: ByteSize | None = None
     precision: Precision = "model"
     compression: Compression = "none"
-    ttl_s: float | None = Field(default=3600.0, gt=0)
+    ttl_s: float | None = Field(default=3600.0, ge=0.001, le=MAX_TTL_S)
 
 
 class StoreConfig(Settings):
@@ -131,8 +132,9 @@ class StoreConfig(Settings):
 
     Attributes:
         device_size: Byte budget of hot and warm together, in the memory of the model's device, which is host memory
-            without a GPU; ``None`` takes a fifth of a GPU's memory, and nothing where there is none.
-        hot_share: Share of ``device_size`` that is hot.
+            without a GPU; ``None`` takes a fifth of a GPU's memory, and nothing where there is none. Where one of the
+            two has a size of its own, the other has what is left.
+        hot_share: Share of ``device_size`` that is hot, where neither has a size of its own.
         hot: Device memory for chunks that are used again and again, and for static ones, which are never pushed out.
         warm: Device memory for what was used last.
         cold: Host memory, pinned where there is a GPU.
@@ -159,3 +161,13 @@ class StoreConfig(Settings):
     hot_after: int = Field(default=2, ge=1)
     load_ahead: int = Field(default=3, ge=0, le=64)
     compute_if_faster: bool = True
+
+    @model_validator(mode="after")
+    def _fits_the_device(self) -> StoreConfig:
+        hot, warm = self.hot.size or 0, self.warm.size or 0
+        if self.device_size is not None and hot + warm > self.device_size:
+            raise ValueError(
+                f"device_size: {self.device_size} bytes are fewer than hot.size and warm.size, {hot} + {warm} bytes; "
+                "give more, or smaller sizes"
+            )
+        return self

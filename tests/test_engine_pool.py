@@ -163,3 +163,15 @@ def test_an_engine_over_ready_objects_keeps_them_and_the_pool_does_not(pool: Eng
 
 def _narrow() -> EngineConfig:
     return EngineConfig(context_window=64)
+
+
+def test_a_kept_engine_that_somebody_closed_is_let_go_whatever_the_pool_is_asked_next(
+    pool: EnginePool, folder: str
+) -> None:
+    closed = pool.get(EngineKey(folder), keep=True)
+    closed.close()
+    assert not pool.close(EngineKey("another"))
+    gone = ref(closed)
+    del closed
+    gc.collect()
+    assert gone() is None

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from cachecraft_rag.chunk_forms import MAX_FORMS, forms_of
-from cachecraft_rag.pieces import MIN_PIECE_CHARS, RECENT_TEXTS, PieceIndex, PieceSpan, apart
+from cachecraft_rag.pieces import _STEP, MIN_PIECE_CHARS, RECENT_TEXTS, PieceIndex, PieceSpan, apart
 from tests.conftest import CountedPrompt
 
 
@@ -181,3 +181,14 @@ def test_what_is_not_taken_is_left(
     ranges: list[tuple[int, int]], taken: list[tuple[int, int]], left: list[tuple[int, int]]
 ) -> None:
     assert apart(ranges, taken) == left
+
+
+def test_a_text_that_repeats_itself_takes_no_anchor_of_another_with_it() -> None:
+    begin = CHUNK[:_STEP]
+    other = begin + OTHER
+    index = index_of([begin * 4 + THIRD, other])
+    assert find(index, other[: 2 * MIN_PIECE_CHARS])
+    index.discard(begin * 4 + THIRD)
+    anew = index_of([other])
+    find(anew, other)
+    assert index._kinds[0]._places == anew._kinds[0]._places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 from cachecraft_rag import CacheCraftEngine, EngineConfig, RecomputeConfig, StoreConfig
 from cachecraft_rag.store import DiskStore, MemoryStore, TieredStore
 from cachecraft_rag.store.build import open_store
-from cachecraft_rag.store_config import DiskTierConfig, MemoryTierConfig
+from cachecraft_rag.store_config import DiskTierConfig, MemoryTierConfig, RemoteTierConfig
 from tests.conftest import rag_prompt
 from tests.tiny_models import make
 from tests.tiny_tokenizers import byte_level
@@ -29,6 +30,12 @@ def test_memory_alone_is_one_tier() -> None:
     store = open_store(StoreConfig(cold=MemoryTierConfig(size=1000)))
     assert isinstance(store, MemoryStore)
     assert (store.name, store.capacity) == ("cold", 1000)
+
+
+def test_a_disk_or_a_server_of_no_bytes_is_left_out(tmp_path: Path) -> None:
+    none = {"disk": {"path": str(tmp_path / "kv"), "size": 0}, "remote": {"url": "redis://localhost", "size": 0}}
+    assert isinstance(open_store(StoreConfig.model_validate(none)), MemoryStore)
+    assert not (tmp_path / "kv").exists()
 
 
 def test_a_disk_tier_stands_behind_memory(tmp_path: Path) -> None:
@@ -97,5 +104,8 @@ def test_bad_settings_are_refused_by_name(tmp_path: Path) -> None:
         DiskTierConfig(path=str(tmp_path), precision="int3")  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match="path"):
         DiskTierConfig(path="")
+    for seconds in (math.inf, math.nan, 0.0005):
+        with pytest.raises(ValidationError, match="ttl_s"):
+            RemoteTierConfig(url="redis://localhost", ttl_s=seconds)
     with pytest.raises(ValueError, match="master_key"):
         open_store(on_disk(tmp_path, master_key=b"short"))

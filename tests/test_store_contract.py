@@ -216,7 +216,6 @@ def test_hits_and_misses_are_counted(kind: Kind) -> None:
     tier = stats.tiers[0] if stats.tiers else stats
     assert 0 < tier.load_p50_s <= tier.load_p95_s <= tier.load_s < 5
     assert tier.bytes - 8 < tier.bytes_loaded / 2 <= tier.bytes  # a disk counts names of namespaces too
-    assert tier.load_bytes_per_s == tier.bytes_loaded / tier.load_s
 
 
 def test_an_opened_entry_is_a_use_and_gives_the_layers_of_the_whole(kind: Kind) -> None:
@@ -293,6 +292,15 @@ def test_threads_get_what_belongs_to_their_key(kind: Kind) -> None:
     stats = store.stats()
     assert sum(tier.errors for tier in (stats, *stats.tiers)) == 0
     assert sum(tier.corrupt for tier in (stats, *stats.tiers)) == 0
+
+
+def test_touching_tells_whether_an_entry_is_there(kind: Kind) -> None:
+    store = kind.make(6)
+    store.put(key("a"), entry(of=key("a")))
+    settle(store)
+    assert store.touch(key("a"))
+    assert not store.touch(key("b"))
+    assert (store.stats().hits, store.stats().misses) == (0, 0)
 
 
 class StoreMachine(RuleBasedStateMachine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -16,6 +17,7 @@ import pytest
 
 from cachecraft_rag.errors import CorruptEntryError
 from cachecraft_rag.store import DiskStore
+from cachecraft_rag.store.disk_layout import measure
 from cachecraft_rag.store.lazy import LazyKV
 from tests.store_entries import ENTRY_BYTES, entry, is_same, key, real_bytes, shards
 
@@ -97,7 +99,7 @@ def test_damage_found_after_opening_is_counted_once_and_the_entry_removed(tmp_pa
             opened.layer(1)
     stats = store.stats()
     assert (stats.hits, stats.misses, stats.corrupt, stats.errors, stats.entries) == (1, 0, 1, 0, 0)
-    assert (stats.bytes_loaded, stats.load_s, stats.load_bytes_per_s) == (0, 0.0, 0.0)
+    assert (stats.bytes_loaded, stats.load_s) == (0, 0.0)
     assert not shards(tmp_path)
     assert store.get(key("a")) is None
 
@@ -275,3 +277,44 @@ def test_a_folder_that_vanishes_is_a_miss_and_can_be_written_again(tmp_path: Pat
     assert (len(store), store.nbytes) == (0, 0)
     assert store.put(key("a"), entry(of=key("a")))
     assert is_same(store.get(key("a")), entry(of=key("a")))
+
+
+def test_what_is_removed_goes_though_somebody_removed_empty_folders(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10**6)
+    for chunk in "abc":
+        store.put(key(chunk), entry())
+    temporary = tmp_path / "cachecraft-v1" / "tmp"
+    temporary.rmdir()
+    assert store.remove(key("a"))
+    assert not store.remove(key("a"))
+    shutil.rmtree(temporary)
+    assert store.clear() == 2
+    assert not shards(tmp_path)
+    assert store.stats().errors == 0
+
+
+def test_one_failed_read_hides_no_entry_and_breaks_no_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = DiskStore(tmp_path, 10**6)
+    keys = [key(f"{number}") for number in range(24)]
+    for one in keys:
+        first.put(one, entry(of=one))
+    budget = first.nbytes
+    for folder in tmp_path.glob("cachecraft-v1/*/*"):
+        os.utime(folder, (1, 1))  # folders that changed just now are read again in any case
+    measured: list[Path] = []
+
+    def measure_but_once(path: Path) -> tuple[int, float]:
+        measured.append(path)
+        if len(measured) == 15:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return measure(path)
+
+    monkeypatch.setattr("cachecraft_rag.store.disk_index.measure", measure_but_once)
+    store = DiskStore(tmp_path, budget)
+    assert store.stats().errors == 1
+    assert len(store) == len(keys)
+    assert all(is_same(store.get(one), entry(of=one)) for one in keys)
+    for number in range(24, 48):
+        assert store.put(key(f"{number}"), entry())
+        assert real_bytes(tmp_path) <= budget
+    assert store.nbytes == real_bytes(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from cachecraft_rag import StoreConfig
 from cachecraft_rag.store import MemoryStore, TieredStore
@@ -33,8 +34,18 @@ def test_tiers_get_their_share_of_the_device_unless_they_are_given_a_size() -> N
     assert device_budgets(StoreConfig(device_size=1000), CPU) == (300, 700)
     assert device_budgets(StoreConfig(device_size=1000, hot_share=0.5), CPU) == (500, 500)
     sizes = StoreConfig.model_validate({"device_size": 1000, "hot": {"size": 10}})
-    assert device_budgets(sizes, CPU) == (10, 700)
+    assert device_budgets(sizes, CPU) == (10, 990)
     assert device_budgets(StoreConfig(), CPU) == (0, 0)  # without a GPU, host memory is the cold tier's
+
+
+def test_hot_and_warm_together_stay_within_the_device_size() -> None:
+    sizes = StoreConfig.model_validate({"device_size": 1000, "warm": {"size": 900}})
+    assert device_budgets(sizes, CPU) == (100, 900)
+    both = StoreConfig.model_validate({"device_size": 1000, "hot": {"size": 400}, "warm": {"size": 600}})
+    assert device_budgets(both, CPU) == (400, 600)
+    assert device_budgets(StoreConfig.model_validate({"warm": {"size": 600}}), CPU) == (0, 600)
+    with pytest.raises(ValidationError, match=r"device_size: 1000 bytes are fewer than .* 401 \+ 600 bytes"):
+        StoreConfig.model_validate({"device_size": 1000, "hot": {"size": 401}, "warm": {"size": 600}})
 
 
 def test_tiers_without_bytes_are_left_out() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store import DiskStore, MemoryStore, TieredStore
 from cachecraft_rag.store.loads import Loads
 from cachecraft_rag.store.pace import Pace
@@ -156,3 +158,38 @@ def test_without_readers_nothing_is_prefetched(tmp_path: Path) -> None:
     assert in_memory.readers is None
     store.close()
     in_memory.close()
+
+
+def prefetch_until_refused(store: TieredStore, chunk: str) -> None:
+    for _ in range(WAIT_S * 100):
+        store.prefetch([key(chunk)])
+        threading.Event().wait(0.01)
+
+
+def test_a_request_does_not_wait_behind_what_is_prefetched_and_closing_gives_that_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = only_on_disk(tmp_path, *"abcdefgh")
+    gate = threading.Event()
+    read_by_prefetch: list[ChunkKey] = []
+    read = store.tiers[1].get
+
+    def slow_get(of: ChunkKey) -> ChunkKV | None:
+        read_by_prefetch.append(of)
+        assert gate.wait(WAIT_S), "nobody opened the gate"
+        return read(of)
+
+    monkeypatch.setattr(store.tiers[1], "get", slow_get)  # what a request wants is opened
+    assert store.prefetch([key(chunk) for chunk in "abcdefg"]) == 7
+    assert store.readers is not None
+    (found,) = store.readers.map(store.find, [key("h")], timeout=WAIT_S)
+    assert found is not None
+    assert not gate.is_set()
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        prefetch_until_refused(store, "h")
+    gate.set()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    assert len(read_by_prefetch) == 1

@@ -307,4 +307,4 @@ def test_an_opened_entry_is_given_as_it_is_held() -> None:
     assert opened.nbytes == packed.nbytes
     assert torch.equal(opened.layer(0)[0], chunk_kv.keys[0])
     stats = packed.stats()
-    assert (stats.hits, stats.bytes_loaded, stats.load_bytes_per_s > 0) == (1, packed.nbytes, True)
+    assert (stats.hits, stats.bytes_loaded, stats.load_s > 0) == (1, packed.nbytes, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import logging
+import math
 import os
 import secrets
 import subprocess
@@ -63,7 +64,8 @@ def test_urls_of_servers_and_clusters_are_understood(url: str, expected: str, is
     [
         ({"url": "http://h"}, "url: scheme 'http' is unknown"),
         ({"url": "redis+sentinel://h"}, r"url: scheme 'redis\+sentinel' is unknown"),
-        ({"ttl_s": 0}, "ttl_s: 0 is not positive"),
+        ({"ttl_s": 0}, "ttl_s: 0 is out of range"),
+        ({"ttl_s": math.inf}, "ttl_s: inf is out of range; give 0.001 to"),
         ({"capacity_bytes": -1}, "capacity_bytes: -1 is negative"),
         ({"prefix": "a:b"}, "prefix: 'a:b' is no name"),
     ],
@@ -166,7 +168,7 @@ def test_what_expired_no_longer_counts(redis_server: RedisServer) -> None:
     assert (store.nbytes, len(store), store.get(key("a"))) == (0, 0, None)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "lost", "foreign"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "foreign"])
 def test_a_damaged_entry_is_a_counted_miss_and_is_removed(redis_server: RedisServer, damage: str) -> None:
     store = store_on(redis_server, prefix=f"damaged_{damage}")
     store.put(key("a"), entry(1500))
@@ -174,10 +176,7 @@ def test_a_damaged_entry_is_a_counted_miss_and_is_removed(redis_server: RedisSer
         name = next(name for name in client.scan_iter(match=f"damaged_{damage}:*") if name.endswith(b":1"))
         data = bytearray(client.get(name) or b"")
         data[len(data) // 2] ^= 1
-        if damage == "lost":
-            client.delete(name)
-        else:
-            client.set(name, {"flipped": bytes(data), "cut": bytes(data[:100]), "foreign": b"?"}[damage])
+        client.set(name, {"flipped": bytes(data), "cut": bytes(data[:100]), "foreign": b"?"}[damage])
     assert store.get(key("a")) is None
     assert not store.contains(key("a"))
     assert (store.stats().corrupt, store.stats().misses, len(store)) == (1, 1, 0)

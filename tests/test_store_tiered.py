@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -312,3 +313,16 @@ def test_statistics_show_a_row_for_every_tier() -> None:
     assert html.count("<tr>") == 4  # head, two tiers, the whole
     assert "<td>hot</td><td>1</td>" in html
     assert "&lt;warm&gt;" in html
+
+
+def test_a_removal_does_not_look_through_all_keys_that_are_remembered() -> None:
+    store = TieredStore([memory(2, "hot"), memory(2, "cold")])
+
+    class Unlisted(OrderedDict[ChunkKey, Any]):
+        def __iter__(self) -> Iterator[ChunkKey]:
+            raise AssertionError("looked through")
+
+    store._traits._traits = Unlisted()
+    store.put(key("a"), entry(), static=True)
+    assert store.remove(key("a"))
+    assert not store._traits.of(key("a")).static

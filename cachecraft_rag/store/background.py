@@ -13,6 +13,7 @@ from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.store.evicted import Evicted
 from cachecraft_rag.thread_workers import release_workers
 
+_IDLE_S = 1.0  # the thread holds the tiers: after so long without work it lets a store go that nobody closed
 _logger = logging.getLogger(__name__)
 
 
@@ -118,7 +119,7 @@ class BackgroundWriter:
             thread.join()
 
     def _start(self) -> None:
-        if self._thread is None:  # only who has work for it pays for a thread
+        if self._thread is None:  # only who has work for it pays for a thread, and only as long
             self._thread = threading.Thread(target=self._work, name="cachecraft-store", daemon=True)
             self._thread.start()
         self._changed.notify_all()
@@ -126,8 +127,11 @@ class BackgroundWriter:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_awake or self._is_closing)
-                if self._is_closing and not self._waiting:
+                has_work = self._changed.wait_for(
+                    lambda: self._waiting or self._is_awake or self._is_closing, timeout=_IDLE_S
+                )
+                if not has_work or (self._is_closing and not self._waiting):
+                    self._thread = None  # with the lock held: what is offered from now on starts another
                     return
                 if self._waiting:
                     _, self._current = self._waiting.popitem(last=False)

@@ -16,6 +16,7 @@ from cachecraft_rag.store.documents import Documents, MemoryDocuments
 from cachecraft_rag.store.entry_check import EntryCheck
 from cachecraft_rag.store.entry_info import EntryInfo
 from cachecraft_rag.store.pins import Pins
+from cachecraft_rag.store.pruned_documents import PrunedDocuments
 from cachecraft_rag.store.tier_stats import TierCounters, TierStats
 
 
@@ -52,7 +53,7 @@ class ChunkStore(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.counters = TierCounters(name, logging.getLogger(type(self).__module__))
-        self.documents: Documents = MemoryDocuments()
+        self.documents: Documents = PrunedDocuments(MemoryDocuments(), self._stored_chunks)
         self._pins = Pins()
 
     @abstractmethod
@@ -83,6 +84,10 @@ class ChunkStore(ABC):
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool:
         """Whether the entry is there; does not count as a use."""
+
+    def touch(self, key: ChunkKey) -> bool:
+        """Whether the entry is there, which counts as a use where that costs no look at the entry itself."""
+        return self.contains(key)
 
     @abstractmethod
     def remove(self, key: ChunkKey) -> bool:
@@ -175,6 +180,10 @@ class ChunkStore(ABC):
     def put_many(self, entries: Iterable[tuple[ChunkKey, ChunkKV]]) -> int:
         """``put`` for several entries; returns how many were kept."""
         return sum(self.put(key, chunk_kv) for key, chunk_kv in entries)
+
+    def _stored_chunks(self) -> set[str] | None:
+        """Chunks (``ChunkKey.chunk``) that have entries; ``None`` when not all could be listed."""
+        return {info.key.chunk for info in self.entries()}
 
     def stats(self) -> TierStats:
         """What the tier holds and what happened in it."""

@@ -26,7 +26,7 @@ def open_store(config: StoreConfig, device: torch.device | None = None) -> Chunk
         device: The model's device, where hot and warm entries are held; ``None`` is the CPU.
 
     Raises:
-        ValueError: The master key can't be read, or a URL is none of a known kind.
+        ValueError: The master key can't be read, or a URL can't be used.
     """
     device = torch.device("cpu") if device is None else device
     hot_bytes, warm_bytes = device_budgets(config, device)
@@ -39,11 +39,11 @@ def open_store(config: StoreConfig, device: torch.device | None = None) -> Chunk
         pin_memory = device.type == "cuda"
         tiers.append(_memory("cold", config.cold.size, config.cold, torch.device("cpu"), pin_memory=pin_memory))
     master_key = None if config.master_key is None else load_master_key(config.master_key)
-    if config.disk is not None:
+    if config.disk is not None and config.disk.size:
         disk = config.disk
         codec = EntryCodec(disk.precision, disk.compression, master_key=master_key)
         tiers.append(DiskStore(disk.path, disk.size, codec, disk.policy, disk.ttl_s))
-    if config.remote is not None:
+    if config.remote is not None and config.remote.size != 0:
         remote = config.remote
         codec = EntryCodec(remote.precision, remote.compression, master_key=master_key)
         tiers.append(RedisStore(remote.url, codec, remote.ttl_s, remote.size))
@@ -63,10 +63,10 @@ def device_budgets(config: StoreConfig, device: torch.device) -> tuple[int, int]
     total = config.device_size
     if total is None:
         total = int(_GPU_SHARE * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
-    hot_share = int(total * config.hot_share)
-    hot = hot_share if config.hot.size is None else config.hot.size
-    warm = total - hot_share if config.warm.size is None else config.warm.size
-    return hot, warm
+    hot, warm = config.hot.size, config.warm.size
+    if hot is None:
+        hot = int(total * config.hot_share) if warm is None else max(total - warm, 0)
+    return hot, max(total - hot, 0) if warm is None else warm
 
 
 def _memory(

@@ -108,6 +108,16 @@ class DiskStore(PersistentStore):
             is_there = self._find(key) is not None
         return is_there
 
+    def touch(self, key: ChunkKey) -> bool:
+        """Whether the entry is there, which counts as a use."""
+        with self._lock:
+            entry = None
+            with self._guarded("looking up"):
+                entry = self._find(key)
+        if entry is not None:
+            self._note_use(entry)
+        return entry is not None
+
     def remove(self, key: ChunkKey) -> bool:
         """Delete an entry; one that can't be deleted is never served again by this process."""
         is_removed = False
@@ -200,13 +210,16 @@ class DiskStore(PersistentStore):
         except CorruptEntryError:
             discard()
             return None
+        self._note_use(entry)
+        return lazy
+
+    def _note_use(self, entry: DiskEntry) -> None:
         now = self._clock()
         with self._lock:
-            if self._index.entries.get(key) is entry:
+            if self._index.entries.get(entry.key) is entry:
                 self._index.use(entry, now)
         with self._guarded("noting a use"), suppress(FileNotFoundError):  # evicted meanwhile
             os.utime(entry.path, (now, now))
-        return lazy
 
     def _discard(self, entry: DiskEntry) -> None:
         """Count a damaged entry, and delete it unless another has taken its place."""

@@ -81,7 +81,12 @@ class DiskIndex:
         return self._entry_bytes + self.overhead
 
     def refresh(self) -> None:
-        """Look for changes by other processes everywhere."""
+        """Look for changes by other processes everywhere.
+
+        Raises:
+            OSError: A folder can't be read, or something in it can't be measured or deleted. All others were read, and
+                this one is the next time.
+        """
         folders = self._layout.namespace_folders()
         for gone in self._namespaces.keys() - set(folders):
             self.overhead -= len(self._namespaces.pop(gone).encode())
@@ -89,7 +94,16 @@ class DiskIndex:
         for folder in folders:
             if self._namespace(folder) is not None:
                 found.update(self._layout.buckets(folder))
-        self._add_all([entry for path in found | self._buckets.keys() for entry in self._changes(path)])
+        entries: list[DiskEntry] = []
+        errors: list[OSError] = []
+        for path in found | self._buckets.keys():
+            try:
+                entries += self._changes(path)
+            except OSError as error:  # raised below: what the other folders hold must be known all the same
+                errors.append(error)
+        self._add_all(entries)
+        if errors:
+            raise errors[0]
 
     def refresh_bucket(self, path: Path) -> None:
         """Look for changes in one folder of entries."""
@@ -97,12 +111,17 @@ class DiskIndex:
 
     def add(self, entry: DiskEntry) -> None:
         """Take in an entry that lies on the disk; of two with one key the newer stays."""
+        if (older := self._take_in(entry)) is not None:
+            self.delete(older)
+
+    def _take_in(self, entry: DiskEntry) -> Path | None:
+        """``add``, but the older of two entries is still to be deleted: its path."""
+        superseded = None
         other = self.entries.get(entry.key)
         if other is not None:
             older, newer = sorted((other, entry), key=lambda one: one.name.written)
             self.forget(entry.key)
-            self.delete(older.path)
-            entry = newer
+            superseded, entry = older.path, newer
         self.entries[entry.key] = entry
         self._entry_bytes += entry.nbytes
         self._variants[entry.key.chunk].add(entry.key)
@@ -111,6 +130,7 @@ class DiskIndex:
             self._aging[entry.key] = None
         bucket = self._buckets.setdefault(entry.path.parent, _Bucket(entry.key.namespace, -1, 0, {}))
         bucket.names[entry.path.name] = entry.key
+        return superseded
 
     def forget(self, key: ChunkKey) -> None:
         """Take out an entry, on the disk or not."""
@@ -161,8 +181,10 @@ class DiskIndex:
 
     def _add_all(self, entries: list[DiskEntry]) -> None:
         """Take in entries in the order of their use, so that they are evicted in it."""
-        for entry in sorted(entries, key=lambda entry: entry.used_at):
-            self.add(entry)
+        taken_in = [self._take_in(entry) for entry in sorted(entries, key=lambda entry: entry.used_at)]
+        for older in taken_in:
+            if older is not None:  # deleted at last: where that fails, nothing is missing
+                self.delete(older)
 
     def _changes(self, path: Path) -> list[DiskEntry]:
         """Forget what is gone from a folder of entries; returns what is new in it."""
@@ -183,11 +205,11 @@ class DiskIndex:
         if namespace is None:
             return []
         if bucket is None:
-            bucket = self._buckets[path] = _Bucket(namespace, changed_ns, read_ns, {})
-        bucket.changed_ns, bucket.read_ns = changed_ns, read_ns
+            bucket = self._buckets[path] = _Bucket(namespace, -1, 0, {})
         for name in bucket.names.keys() - names:
             self.forget(bucket.names[name])
-        found = (self._measured(path / name, namespace) for name in names - bucket.names.keys())
+        found = [self._measured(path / name, namespace) for name in names - bucket.names.keys()]
+        bucket.changed_ns, bucket.read_ns = changed_ns, read_ns  # not before all of it is known, or it stays unknown
         return [entry for entry in found if entry is not None]
 
     def _namespace(self, folder: Path) -> str | None:

@@ -144,11 +144,20 @@ class DiskLayout:
         """Delete an entry, or whatever else lies there; ``False`` when nothing does."""
         doomed = self._temporary_path()  # not made beforehand: on a full disk only renaming and deleting still work
         try:
-            os.rename(path, doomed)
+            self._rename(path, doomed)
         except FileNotFoundError:
             return False
         _delete(doomed)
         return True
+
+    def _rename(self, path: Path, doomed: Path) -> None:
+        try:
+            os.rename(path, doomed)
+        except FileNotFoundError:
+            if not os.path.lexists(path):
+                raise
+            self.create()  # somebody removed empty folders, the temporary one among them
+            os.rename(path, doomed)
 
     def remove_leftovers(self) -> None:
         """Delete what killed processes left behind: temporary folders, empty folders. Call with the lock held."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from cachecraft_rag.keys import digest
+from cachecraft_rag.store import redis_scripts as scripts
 from cachecraft_rag.store.redis_client import RedisClient
+
+LINK_LIFE_S = 3600.0
+_SHARED_LINK_LIFE_MS = 7 * 24 * 3_600_000  # other machines may have copies, which can't be seen from here
 
 _Guard = Callable[[str], AbstractContextManager[None]]
 
@@ -36,18 +41,30 @@ class Documents(ABC):
     def clear(self, namespace: str | None) -> None:
         """Forget the documents of a namespace, or all."""
 
+    @abstractmethod
+    def prune(self, stored: Set[str]) -> int:
+        """Forget links to chunks that are not stored and that nobody noted for some time; returns how many are left.
+
+        The time is for what is noted before it is stored, and for copies that only other processes have.
+        """
+
 
 class MemoryDocuments(Documents):
-    """In this process."""
+    """In this process.
 
-    def __init__(self) -> None:
-        self._chunks: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    Args:
+        clock: Source of the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._chunks: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)  # with the time of the note
+        self._clock = clock
         self._lock = threading.Lock()
 
     def add(self, namespace: str, document: str, chunks: Iterable[str]) -> None:
         """As ``Documents``."""
         with self._lock:
-            self._chunks[namespace, digest(document)].update(chunks)
+            self._chunks[namespace, digest(document)].update(dict.fromkeys(chunks, self._clock()))
 
     def chunks(self, namespace: str, document: str) -> set[str]:
         """As ``Documents``."""
@@ -65,6 +82,17 @@ class MemoryDocuments(Documents):
             for name in [name for name in self._chunks if namespace in (None, name[0])]:
                 del self._chunks[name]
 
+    def prune(self, stored: Set[str]) -> int:
+        """As ``Documents``."""
+        with self._lock:
+            latest = self._clock() - LINK_LIFE_S
+            for name, chunks in list(self._chunks.items()):
+                for chunk in [chunk for chunk, noted in chunks.items() if noted < latest and chunk not in stored]:
+                    del chunks[chunk]
+                if not chunks:
+                    del self._chunks[name]
+            return sum(map(len, self._chunks.values()))
+
 
 class DiskDocuments(Documents):
     """As empty files: ``<root>/<digest of namespace>/<digest of document>/<chunk>``.
@@ -81,9 +109,13 @@ class DiskDocuments(Documents):
         """As ``Documents``."""
         with self._guarded("noting a document"):
             folder = self._folder(namespace, document)
-            folder.mkdir(parents=True, exist_ok=True)
             for chunk in chunks:
-                (folder / quote(chunk, safe="")).touch()
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    (folder / quote(chunk, safe="")).touch()
+                except FileNotFoundError:  # another process has just pruned the folder, which was empty
+                    folder.mkdir(parents=True, exist_ok=True)
+                    (folder / quote(chunk, safe="")).touch()
 
     def chunks(self, namespace: str, document: str) -> set[str]:
         """As ``Documents``."""
@@ -102,6 +134,21 @@ class DiskDocuments(Documents):
         """As ``Documents``."""
         self._delete(self._root if namespace is None else self._root / digest(namespace))
 
+    def prune(self, stored: Set[str]) -> int:
+        """As ``Documents``."""
+        num_left = 0
+        with self._guarded("pruning documents"):
+            latest = time.time() - LINK_LIFE_S
+            for folder in self._root.glob("*/*"):
+                for link in folder.iterdir():
+                    if unquote(link.name) not in stored and link.stat().st_mtime < latest:
+                        link.unlink(missing_ok=True)
+                    else:
+                        num_left += 1
+                with suppress(OSError):  # not empty
+                    folder.rmdir()
+        return num_left
+
     def _folder(self, namespace: str, document: str) -> Path:
         return self._root / digest(namespace) / digest(document)
 
@@ -112,32 +159,31 @@ class DiskDocuments(Documents):
 
 
 class RedisDocuments(Documents):
-    """As sets ``<prefix>:documents:<digest of namespace>:<digest of document>``, which live as long as entries do.
+    """As sorted sets ``<prefix>:links:<digest of namespace>:<digest of document>``, chunks by when they were noted.
+
+    They have no time to live: it would have to be renewed with each use of any entry, by whomever and in any tier.
 
     Args:
         client: The server.
         prefix: What all our names begin with.
-        ttl_ms: Milliseconds without an addition after which a document is forgotten; 0 for never.
         guarded: Counts what the server refuses, instead of raising it.
     """
 
-    def __init__(self, client: RedisClient, prefix: str, ttl_ms: int, guarded: _Guard) -> None:
-        self._client, self._prefix, self._ttl_ms, self._guarded = client, f"{prefix}:documents", ttl_ms, guarded
+    def __init__(self, client: RedisClient, prefix: str, guarded: _Guard) -> None:
+        self._client, self._prefix, self._guarded = client, f"{prefix}:links", guarded
 
     def add(self, namespace: str, document: str, chunks: Iterable[str]) -> None:
         """As ``Documents``."""
         names = list(chunks)
         if names and not self._client.is_resting:
             with self._guarded("noting a document"):
-                self._client.call("sadd", self._name(namespace, document), *names)
-                if self._ttl_ms:
-                    self._client.call("pexpire", self._name(namespace, document), self._ttl_ms)
+                self._client.run(scripts.LINK, [self._name(namespace, document)], *names)
 
     def chunks(self, namespace: str, document: str) -> set[str]:
         """As ``Documents``."""
         found: set[str] = set()
         with self._guarded("looking up a document"):
-            found = {name.decode() for name in self._client.call("smembers", self._name(namespace, document))}
+            found = {name.decode() for name in self._client.call("zrange", self._name(namespace, document), 0, -1)}
         return found
 
     def remove(self, namespace: str, document: str) -> None:
@@ -151,6 +197,16 @@ class RedisDocuments(Documents):
         with self._guarded("forgetting documents"):
             for name in self._client.call("scan_iter", match=pattern, count=500):
                 self._client.call("delete", name)
+
+    def prune(self, stored: Set[str]) -> int:
+        """As ``Documents``."""
+        num_left = 0
+        with self._guarded("pruning documents"):
+            for name in self._client.call("scan_iter", match=f"{self._prefix}:*", count=500):
+                old = self._client.run(scripts.OLD_LINKS, [name], _SHARED_LINK_LIFE_MS)
+                gone = [chunk for chunk in old if chunk.decode() not in stored]
+                num_left += self._client.run(scripts.UNLINK, [name], _SHARED_LINK_LIFE_MS, *gone)
+        return num_left
 
     def _name(self, namespace: str, document: str) -> str:
         return f"{self._prefix}:{digest(namespace)}:{digest(document)}"
@@ -181,3 +237,7 @@ class AllDocuments(Documents):
         """As ``Documents``."""
         for place in self._places:
             place.clear(namespace)
+
+    def prune(self, stored: Set[str]) -> int:
+        """As ``Documents``."""
+        return sum([place.prune(stored) for place in self._places])

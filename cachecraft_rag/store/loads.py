@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
@@ -27,6 +27,8 @@ class Loads:
 
     def __init__(self, load_ahead: int, compute_if_faster: bool) -> None:
         self.readers = ThreadPoolExecutor(load_ahead, thread_name_prefix="cachecraft-load") if load_ahead else None
+        # A thread of its own: no request waits behind what may be wanted some day.
+        self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-prefetch")
         self._compute_if_faster = compute_if_faster
         self._compute_pace = Pace()
         self._num_declined = 0
@@ -34,6 +36,11 @@ class Loads:
         self._under_way: WeakValueDictionary[ChunkKey, LayeredKV] = WeakValueDictionary()
         self._claimed: set[ChunkKey] = set()
         self._lock = threading.Lock()
+
+    def prefetch(self, read: Callable[[ChunkKey], object], keys: Iterable[ChunkKey]) -> None:
+        """Have entries read one after the other, beside what requests read."""
+        for key in keys:
+            self._prefetcher.submit(read, key)
 
     def under_way(self, key: ChunkKey) -> LayeredKV | None:
         """An entry that another request is reading."""
@@ -85,6 +92,7 @@ class Loads:
             return self._num_declined % _MEASURED_AGAIN != 0
 
     def close(self) -> None:
-        """Wait for the threads."""
+        """Wait for the threads; what is prefetched and has not begun is given up."""
+        self._prefetcher.shutdown(cancel_futures=True)
         if self.readers is not None:
             self.readers.shutdown()

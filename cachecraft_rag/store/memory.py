@@ -103,13 +103,8 @@ class MemoryStore(ChunkStore):
         started = time.perf_counter()
         with self._lock:
             self._expire()
-            slot = self._entries.get(key)
+            slot = self._used(key)
             if slot is not None:
-                slot.used_at = self._clock()
-                self._policy.use(key)
-                for order in (self._aging, self._full):
-                    if key in order:
-                        order.move_to_end(key)
                 held = slot.held
         if slot is None:
             self.counters.count("misses")
@@ -119,6 +114,17 @@ class MemoryStore(ChunkStore):
         self.counters.hit(held.num_tokens, seconds)
         self.counters.loaded(held.num_tokens, held.nbytes, seconds)
         return kv
+
+    def _used(self, key: ChunkKey) -> _Slot | None:
+        """The entry's place, once this use of it is counted. With the lock held."""
+        slot = self._entries.get(key)
+        if slot is not None:
+            slot.used_at = self._clock()
+            self._policy.use(key)
+            for order in (self._aging, self._full):
+                if key in order:
+                    order.move_to_end(key)
+        return slot
 
     def put(self, key: ChunkKey, chunk_kv: ChunkKV, *, static: bool = False, cfo: float = 0.0) -> bool:
         """Keep an entry; others make room before it is counted in."""
@@ -137,6 +143,12 @@ class MemoryStore(ChunkStore):
         with self._lock:
             self._expire()
             return key in self._entries
+
+    def touch(self, key: ChunkKey) -> bool:
+        """Whether the entry is there, which counts as a use."""
+        with self._lock:
+            self._expire()
+            return self._used(key) is not None
 
     def remove(self, key: ChunkKey) -> bool:
         """Drop an entry."""

@@ -20,6 +20,7 @@ from cachecraft_rag.store.persistent import PersistentStore
 from cachecraft_rag.store.readers import BytesReader
 from cachecraft_rag.store.redis_client import RedisClient
 from cachecraft_rag.store.redis_listing import list_entries
+from cachecraft_rag.store_config import MAX_TTL_S
 
 _STEP = 100  # entries that a shrinking store drops between two looks at what is left
 
@@ -39,6 +40,10 @@ class RedisStore(PersistentStore):
         prefix: What all keys begin with.
         timeout_s: Longest wait for an answer, in seconds.
         retry_after_s: Seconds without another attempt after the server could not be reached.
+
+    Raises:
+        ImportError: redis-py is missing.
+        ValueError: The URL can't be used, or a number is out of its range.
     """
 
     def __init__(
@@ -53,8 +58,8 @@ class RedisStore(PersistentStore):
         retry_after_s: float = 1.0,
     ) -> None:
         super().__init__(name)
-        if ttl_s is not None and ttl_s < 0.001:
-            raise ValueError(f"ttl_s: {ttl_s} is not positive; give seconds above 0, or None")
+        if ttl_s is not None and not 0.001 <= ttl_s <= MAX_TTL_S:
+            raise ValueError(f"ttl_s: {ttl_s} is out of range; give 0.001 to {MAX_TTL_S} seconds, or None")
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ValueError(f"capacity_bytes: {capacity_bytes} is negative; give 0 or more bytes, or None")
         if not prefix.isidentifier():
@@ -63,7 +68,7 @@ class RedisStore(PersistentStore):
         self._codec = EntryCodec() if codec is None else codec
         self._ttl_ms = 0 if ttl_s is None else int(ttl_s * 1000)
         self._capacity_bytes, self._prefix = capacity_bytes, prefix
-        self.documents = RedisDocuments(self._client, prefix, self._ttl_ms, self._guarded)
+        self.documents = RedisDocuments(self._client, prefix, self._guarded)
         self._index = [f"{prefix}:{{index}}:{part}" for part in ("uses", "until", "sizes")]
 
     def put(self, key: ChunkKey, chunk_kv: ChunkKV, *, static: bool = False, cfo: float = 0.0) -> bool:
@@ -81,7 +86,7 @@ class RedisStore(PersistentStore):
         is_there = False
         if not self._client.is_resting:
             with self._guarded("looking up"):
-                meta = self._client.call("get", self._names(key)[0])
+                meta = self._client.run(scripts.META, self._names(key)[:1])
                 is_there = meta is not None and _namespace(meta) == key.namespace
         return is_there
 
@@ -124,7 +129,7 @@ class RedisStore(PersistentStore):
             found = None
             with self._guarded("reading"):
                 found = self._client.run(scripts.GET, self._names(info.key), 0)  # 0: its time to live goes on
-            if found and _namespace(found[0]) == info.key.namespace:
+            if found and _namespace(found[0]) == info.key.namespace and _is_whole(found):
                 yield check_shards(info, found[1:], self._codec)
 
     def shrink(self, nbytes: int) -> int:
@@ -166,6 +171,10 @@ class RedisStore(PersistentStore):
             return None
         found = self._client.run(scripts.GET, self._names(key), self._ttl_ms)
         if not found or _namespace(found[0]) != key.namespace:
+            return None
+        if not _is_whole(found):
+            self.counters.count("evictions")  # by the server: when it is full it spares metas, which are used more
+            self._remove(key)
             return None
         if not self._is_indexed(key):
             self._remove(key)  # evicted or cleared while it was being written
@@ -263,6 +272,11 @@ def _context(key: ChunkKey) -> str:
 def _member(key: ChunkKey) -> str:
     """An entry's name in the index."""
     return f"{quote(key.chunk, safe='')}+{_context(key)}"
+
+
+def _is_whole(found: list[bytes]) -> bool:
+    """Whether the server still has every shard of an entry's meta."""
+    return len(found) - 1 == int(found[0].partition(b":")[0])
 
 
 def _namespace(meta: bytes) -> str:

@@ -11,6 +11,11 @@ from cachecraft_rag.errors import StoreUnavailableError
 
 _SCHEMES = ("redis", "rediss", "valkey", "valkeys")
 _CONNECT_TIMEOUT_S = 2.0
+_ALLOWED = (
+    "url: a part of it can't be used; give redis://[[user]:password@]host[:port][/database][?option=value&...], the"
+    " port being 0 to 65535, options those of redis-py's connections, such as socket_timeout=2.5, and %XX for special"
+    " characters of a password"
+)
 
 
 def parse_url(url: str) -> tuple[str, bool]:
@@ -20,9 +25,12 @@ def parse_url(url: str) -> tuple[str, bool]:
         url: ``redis://``, ``rediss://`` (TLS) or ``valkey(s)://``; a cluster with ``+cluster`` or ``?cluster=true``.
 
     Raises:
-        ValueError: Another scheme.
+        ValueError: Another scheme, or no URL at all.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ValueError(_ALLOWED) from None  # the reason may quote a password
     scheme, _, suffix = parts.scheme.partition("+")
     if scheme not in _SCHEMES or suffix not in ("", "cluster"):
         raise ValueError(
@@ -42,6 +50,10 @@ class RedisClient:
         url: See ``parse_url``.
         timeout_s: Longest wait for an answer, in seconds.
         retry_after_s: After a failure, seconds in which no other attempt is made, so that requests don't all wait.
+
+    Raises:
+        ImportError: redis-py is missing.
+        ValueError: No connection can be made from the URL.
     """
 
     def __init__(self, url: str, timeout_s: float, retry_after_s: float) -> None:
@@ -51,7 +63,9 @@ class RedisClient:
             raise ImportError("a remote tier needs redis-py: pip install 'cachecraft-rag[redis]'") from error
         self._redis = redis
         self._url, self.is_cluster = parse_url(url)
-        self._timeout_s, self._retry_after_s = timeout_s, retry_after_s
+        self._options = self._make_options(timeout_s)
+        self._check_url()
+        self._retry_after_s = retry_after_s
         self._client: Any = None
         self._down_until = 0.0
         self._lock = threading.Lock()
@@ -91,19 +105,30 @@ class RedisClient:
         if client is not None:
             client.close()
 
-    def _connected(self) -> Any:
+    def _make_options(self, timeout_s: float) -> dict[str, Any]:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
+        return {
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": min(_CONNECT_TIMEOUT_S, timeout_s),
+            "decode_responses": False,
+            # One more attempt replaces a connection that the server closed; more would hold up a request.
+            "retry": Retry(NoBackoff(), 1),
+        }
+
+    def _check_url(self) -> None:
+        """Make a connection that is never opened: what is wrong with the URL shows now, not at every request."""
+        try:
+            pool = self._redis.ConnectionPool.from_url(self._url, **self._options)
+            if not self.is_cluster:  # which leaves out options that it does not know
+                pool.make_connection()
+        except (ValueError, TypeError, self._redis.RedisError):
+            raise ValueError(_ALLOWED) from None  # the reason may quote a password
+
+    def _connected(self) -> Any:
         with self._lock:
             if self._client is None:
-                options: dict[str, Any] = {
-                    "socket_timeout": self._timeout_s,
-                    "socket_connect_timeout": min(_CONNECT_TIMEOUT_S, self._timeout_s),
-                    "decode_responses": False,
-                    # One more attempt replaces a connection that the server closed; more would hold up a request.
-                    "retry": Retry(NoBackoff(), 1),
-                }
                 kind = self._redis.RedisCluster if self.is_cluster else self._redis.Redis
-                self._client = kind.from_url(self._url, **options)
+                self._client = kind.from_url(self._url, **self._options)
             return self._client

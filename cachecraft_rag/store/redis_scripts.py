@@ -58,18 +58,35 @@ return redis.call('UNLINK', KEYS[1])
 """
 """Drop an entry; 0 when it was not there."""
 
-VARIANTS = """
+_WHOLE = """
+local function whole(name)
+  local meta = redis.call('GET', name)
+  if not meta then return false end
+  for i = 0, tonumber(string.match(meta, '^(%d+):')) - 1 do
+    if redis.call('EXISTS', name .. ':' .. i) == 0 then return false end
+  end
+  return meta
+end
+"""
+
+META = _WHOLE + "return whole(KEYS[1])  -- keys: entry"
+"""Meta of an entry; nil when it is not there, or no longer with all its shards: a full server evicts them singly."""
+
+VARIANTS = (
+    _WHOLE
+    + """
 -- keys: contexts of the chunk; args: what entry names begin with
 local found = {}
 for _, context in ipairs(redis.call('SMEMBERS', KEYS[1])) do
-  local meta = redis.call('GET', ARGV[1] .. context)
+  local meta = whole(ARGV[1] .. context)
   if meta then
     found[#found + 1] = context
     found[#found + 1] = meta
-  else redis.call('SREM', KEYS[1], context) end
+  elseif redis.call('EXISTS', ARGV[1] .. context) == 0 then redis.call('SREM', KEYS[1], context) end
 end
 return found
 """
+)
 """Contexts and metas of a chunk's entries."""
 
 _EXPIRE = """
@@ -162,6 +179,34 @@ return victims
 """
 )
 """Which entries to remove, the longest unused first, so that so many bytes are left."""
+
+LINK = """
+-- keys: chunks of a document; args: chunks...
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+for _, chunk in ipairs(ARGV) do redis.call('ZADD', KEYS[1], now, chunk) end
+return 1
+"""
+"""Note chunks of a document."""
+
+OLD_LINKS = """
+-- keys: chunks of a document; args: ms
+local clock = redis.call('TIME')
+return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', clock[1] * 1000 + math.floor(clock[2] / 1000) - ARGV[1])
+"""
+"""Chunks that nobody noted for so long."""
+
+UNLINK = """
+-- keys: chunks of a document; args: ms, chunks...
+local clock = redis.call('TIME')
+local latest = clock[1] * 1000 + math.floor(clock[2] / 1000) - ARGV[1]
+for i = 2, #ARGV do
+  local noted = redis.call('ZSCORE', KEYS[1], ARGV[i])
+  if noted and tonumber(noted) <= latest then redis.call('ZREM', KEYS[1], ARGV[i]) end
+end
+return redis.call('ZCARD', KEYS[1])
+"""
+"""Forget chunks of a document unless they were noted again; returns how many are left."""
 
 SIZES = """
 -- keys: until when, sizes; args: members...

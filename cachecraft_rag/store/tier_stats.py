@@ -70,16 +70,6 @@ class TierStats(BaseModel):
     load_p95_s: float = 0.0
     tiers: tuple[TierStats, ...] = ()
 
-    @property
-    def load_bytes_per_s(self) -> float:
-        """How fast entries are read; 0.0 before the first."""
-        return self.bytes_loaded / self.load_s if self.load_s else 0.0
-
-    @property
-    def mean_hit_tokens(self) -> float:
-        """Tokens that a look-up saves on average when it finds its entry."""
-        return self.hit_tokens / self.hits if self.hits else 0.0
-
     def _repr_html_(self) -> str:
         columns = (
             "name",
@@ -172,6 +162,12 @@ class TierCounters:
                 type(error).__name__,
                 error,
             )
+
+    @property
+    def num_errors(self) -> int:
+        """Failed operations so far."""
+        with self._lock:
+            return self._events.get("errors", 0)
 
     def stats(self, entries: int, nbytes: int, capacity: int | None) -> TierStats:
         """The figures so far, with what the tier holds now."""

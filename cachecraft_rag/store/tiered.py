@@ -17,6 +17,7 @@ from cachecraft_rag.store.evicted import Evicted
 from cachecraft_rag.store.loads import Loads
 from cachecraft_rag.store.memory import MemoryStore
 from cachecraft_rag.store.moves import Moves
+from cachecraft_rag.store.pruned_documents import PrunedDocuments
 from cachecraft_rag.store.tier_list import TierList
 from cachecraft_rag.store.tier_stats import TierStats
 from cachecraft_rag.store.traits import Trait, Traits
@@ -71,7 +72,8 @@ class TieredStore(ChunkStore):
         self._has_relief = any(isinstance(tier, MemoryStore) and tier.demote_after_s is not None for tier in tiers)
         self._hot_after = hot_after
         if self.tiers.persistent:
-            self.documents = AllDocuments([tier.documents for tier in self.tiers.persistent])
+            places = AllDocuments([tier.documents for tier in self.tiers.persistent])
+            self.documents = PrunedDocuments(places, self._stored_chunks)
         self._loads = Loads(load_ahead if self.tiers.persistent else 0, compute_if_faster)
         self._traits = Traits()
         self._moves = Moves()
@@ -130,8 +132,7 @@ class TieredStore(ChunkStore):
             for key in dict.fromkeys(keys)
             if not any(tier.contains(key) for tier in memory) and any(tier.contains(key) for tier in persistent)
         ]
-        for key in wanted:
-            self._loads.readers.submit(self.get, key)
+        self._loads.prefetch(self.get, wanted)
         return len(wanted)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
@@ -160,6 +161,10 @@ class TieredStore(ChunkStore):
         """Whether any tier has the entry."""
         return key in self._behind.under_way() or any(tier.contains(key) for tier in self.tiers)
 
+    def touch(self, key: ChunkKey) -> bool:
+        """Whether any tier has the entry, which counts as a use in every one that has."""
+        return any([key in self._behind.under_way(), *(tier.touch(key) for tier in self.tiers)])
+
     def remove(self, key: ChunkKey) -> bool:
         """Drop an entry from every tier; it can't come back from one that it was on its way to."""
         with self._moves.halted(lambda name: name == key):
@@ -167,7 +172,7 @@ class TieredStore(ChunkStore):
             removed = [tier.remove(key) for tier in self.tiers.memory]
             removed.append(self._behind.cancel(lambda name: name == key) > 0)
             removed += [tier.remove(key) for tier in self.tiers.persistent]
-        self._traits.forget(lambda name: name == key)
+        self._traits.forget(key)
         return any(removed)
 
     def variants(self, chunk: str) -> list[ChunkKey]:
@@ -191,7 +196,7 @@ class TieredStore(ChunkStore):
             in_memory = sum(tier.clear(namespace) for tier in self.tiers.memory)
             waiting = self._behind.cancel(is_meant)
             persistent = [tier.clear(namespace) for tier in self.tiers.persistent]
-        self._traits.forget(is_meant)
+        self._traits.forget_all(is_meant)
         self.documents.clear(namespace)
         return max([in_memory, waiting, *persistent])
 
@@ -309,6 +314,16 @@ class TieredStore(ChunkStore):
                 self.tiers.promote(entry, number, fastest)
             self._behind.admit(entry, trait, targets)
         return kv
+
+    def _stored_chunks(self) -> set[str] | None:
+        num_errors = self._num_errors()
+        # Twice: an entry that moves meanwhile may be in neither tier when each is looked at.
+        chunks = {info.key.chunk for _ in range(2) for info in self.entries()}
+        chunks.update(key.chunk for key in self._behind.under_way())
+        return chunks if self._num_errors() == num_errors else None  # a tier that fails lists nothing, or a part
+
+    def _num_errors(self) -> int:
+        return sum(tier.counters.num_errors for tier in self.tiers)
 
     def _fastest(self, trait: Trait) -> int:
         """Number of the fastest tier that an entry may enter."""

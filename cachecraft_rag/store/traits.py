@@ -58,7 +58,12 @@ class Traits:
         with self._lock:
             return self._of(key)
 
-    def forget(self, is_meant: Callable[[ChunkKey], bool]) -> None:
+    def forget(self, key: ChunkKey) -> None:
+        """Forget a key."""
+        with self._lock:
+            self._traits.pop(key, None)
+
+    def forget_all(self, is_meant: Callable[[ChunkKey], bool]) -> None:
         """Forget keys."""
         with self._lock:
             for key in [key for key in self._traits if is_meant(key)]:
