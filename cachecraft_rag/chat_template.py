@@ -8,10 +8,19 @@ from typing import Any
 from jinja2 import TemplateError
 
 from cachecraft_rag.segment_tokenizer import SegmentTokenizer
+from cachecraft_rag.tool_calls import written_call
 
 Message = Mapping[str, Any]
 
 _PLACEHOLDER = "@@{}@@"
+_PROBE_NAME = "probe_the_lease"
+_PROBE = {"id": "probe1234", "type": "function", "function": {"name": _PROBE_NAME, "arguments": {"clause": "alpha"}}}
+_PROBE_CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [_PROBE]}]
+# Of another name, so that a template that only lists tools does not seem to print their calls.
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "list", "description": "Lists.", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 class ChatTemplate:
@@ -23,6 +32,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: SegmentTokenizer) -> None:
         self._tokenizer = tokenizer
+        self._known: tuple[Any, dict[bool, bool]] = (None, {})
 
     @property
     def is_plain(self) -> bool:
@@ -32,7 +42,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The text of a chat, ready for the answer.
 
-        A template that refuses system messages gets each at the head of the message that follows it.
+        A template that refuses system messages gets each at the head of the message that follows it, the model's own
+        left out. One that prints no calls of tools gets them as text.
 
         Raises:
             ValueError: The template refuses the messages all the same.
@@ -75,6 +86,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[str, Sequence[Message]]:
         """The text, and the messages as the template took them."""
+        if any(message.get("tool_calls") for message in messages) and not self._prints_calls(bool(tools)):
+            messages = [_with_calls_as_text(message) for message in messages]
         if self.is_plain:
             return "\n\n".join(str(message["content"]) for message in messages), messages
         try:
@@ -88,6 +101,17 @@ class ChatTemplate:
         except TemplateError as error:
             raise _refused(error) from error
 
+    def _prints_calls(self, has_tools: bool) -> bool:
+        if self.is_plain:
+            return False
+        template = self._tokenizer.tokenizer.chat_template
+        if self._known[0] != template:
+            self._known = (template, {})
+        known = self._known[1]
+        if has_tools not in known:
+            known[has_tools] = self._tokenizer.locked(lambda tokenizer: prints_calls(tokenizer, has_tools))
+        return known[has_tools]
+
     def _apply(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
         text: str = self._tokenizer.locked(
             lambda tokenizer: tokenizer.apply_chat_template(
@@ -100,17 +124,51 @@ class ChatTemplate:
         return text
 
 
+def prints_calls(tokenizer: Any, has_tools: bool) -> bool:
+    """Whether a chat template prints the calls of tools in earlier messages, in whatever form.
+
+    Args:
+        tokenizer: Holds the template.
+        has_tools: Whether tools are offered, too; some templates depend on it.
+    """
+    try:
+        text = tokenizer.apply_chat_template(_PROBE_CHAT, tools=[_PROBE_TOOL] if has_tools else None, tokenize=False)
+    except (TemplateError, ValueError, TypeError, KeyError):  # it knows no calls, or only ones of another form
+        return False
+    return _PROBE_NAME in text
+
+
+def _with_calls_as_text(message: Message) -> Message:
+    """A message with its calls behind its content."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    if not calls:
+        return message
+    texts = [written_call(call["name"], call.get("arguments", {})) for call in calls]
+    content = "\n".join([*([str(message["content"])] if message.get("content") else []), *texts])
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
+
+
 def _without_system_messages(messages: Sequence[Message]) -> list[Message]:
-    """Every system message put at the head of the next other one; a last one stays."""
+    """Every system message put at the head of the next one that is not the model's own.
+
+    Where there is none, it is put behind the user's last; where there is none of the user either, all stay.
+    """
     merged: list[Message] = []
     pending: list[str] = []
     for message in messages:
-        if message["role"] == "system" and message is not messages[-1]:
+        if message["role"] == "system":
             pending.append(str(message["content"]))
-        else:
-            content = "\n\n".join([*pending, str(message["content"])]) if pending else message["content"]
-            merged.append({**message, "content": content})
+        elif pending and message["role"] != "assistant":
+            merged.append({**message, "content": "\n\n".join([*pending, str(message["content"])])})
             pending = []
+        else:
+            merged.append(message)
+    if not pending:
+        return merged
+    last = max((index for index, message in enumerate(merged) if message["role"] == "user"), default=None)
+    if last is None:
+        return [*messages]
+    merged[last] = {**merged[last], "content": "\n\n".join([str(merged[last]["content"]), *pending])}
     return merged
 
 

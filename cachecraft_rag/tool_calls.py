@@ -1,6 +1,7 @@
 """Tool calls in the text that a model writes, in the forms that models were taught.
 
-- ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, several of them, with text around them (Hermes, Qwen)
+- ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, several of them, with text around them (Hermes, Qwen);
+  a tag inside of JSON, or one that a text speaks of without a call behind it, is text
 - such objects from some place to the end of the answer, perhaps in a list or in a Markdown block, with ``parameters``
   instead of ``arguments`` (Llama 3), or below ``function`` or ``tool_calls`` (OpenAI)
 - these behind ``<|python_tag|>`` or ``[TOOL_CALLS]``, where the marks are left in the text (Llama 3, Mistral)
@@ -12,16 +13,19 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _MARKS = ("<|python_tag|>", "[TOOL_CALLS]")
+_TAG = re.compile(f"{_OPEN}|{_CLOSE}")
 _FENCE = "```"
 # Every character that the beginning of a call can begin with.
 _FIRST = re.compile(r"[<\[{`]")
 _BEFORE_AN_OBJECT = re.compile(r"(?:```\w*\s*)?(?:\[\s*)?")
 _BLOCK = re.compile(r"```\w*\s*(.*?)\s*(?:```\s*)?", re.DOTALL)
+_SPACE = re.compile(r"\s*")
 _BETWEEN = re.compile(r"[\s;,]*")
 _ARGUMENTS = ("arguments", "parameters")
 _OF_A_CALL = {"name", "type", "id", *_ARGUMENTS}
@@ -47,6 +51,20 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     id: str = field(default_factory=_new_id, compare=False)
+
+
+def written_call(name: str, arguments: object) -> str:
+    """A call in the form that most models were taught, and that is read here.
+
+    Args:
+        name: Of the tool.
+        arguments: By name, or as the JSON of that.
+    """
+    if isinstance(arguments, str):
+        # What is no JSON is shown to the model as the text that it wrote.
+        with suppress(json.JSONDecodeError, RecursionError):
+            arguments = _DECODER.decode(arguments.strip() or "{}")
+    return f"{_OPEN}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{_CLOSE}"
 
 
 @dataclass(frozen=True)
@@ -87,10 +105,11 @@ class ToolCallReader:
     Args:
         names: Names of the tools that were offered; without any, all is text.
         opened: What the prompt already holds of the answer, which then is a call or broken.
+        several: Whether an answer may call more than once; if not, the first call is all that it says.
     """
 
-    def __init__(self, names: Sequence[str] = (), opened: str = "") -> None:
-        self._names, self._opened, self._text = tuple(names), opened, opened
+    def __init__(self, names: Sequence[str] = (), opened: str = "", several: bool = True) -> None:
+        self._names, self._opened, self._text, self._several = tuple(names), opened, opened, several
         self._num_shown = 0
 
     @property
@@ -112,11 +131,18 @@ class ToolCallReader:
         """
         if not self._names:
             return ToolAnswer(self._text)
-        text, values = self._tagged() if _OPEN in self._text else self._bare()
+        tag = _next_tag(self._text, 0)
+        found = self._bare(len(self._text) if tag is None else tag)
+        if found is None and tag is not None:
+            found = self._tagged(tag)
+        if found is None:
+            found = ("", [_Unreadable(self._text)]) if self._opened else (self._text, [])
+        text, values = found
         read = [_read(value, is_cut) for value in values]
         calls = tuple(one for one in read if isinstance(one, ToolCall))
         if not calls and (call := self._continued()) is not None:
             return ToolAnswer("", (call,))
+        calls = calls if self._several else calls[:1]
         return ToolAnswer(text, calls, tuple(one for one in read if isinstance(one, BrokenCall)))
 
     def _num_certain(self) -> int:
@@ -132,21 +158,22 @@ class ToolCallReader:
                 break
         return len(self._text[:end].rstrip())
 
-    def _tagged(self) -> tuple[str, list[Any]]:
-        """The text around the tags, and the values between them."""
+    def _tagged(self, tag: int) -> tuple[str, list[Any]]:
+        """The text around the tags, of which the first stands at a place, and the values between them."""
         values: list[Any] = []
-        before, *parts = self._text.split(_OPEN)
-        texts = [before[len(self._opened) :]]
-        for part in parts:
-            body, _, after = part.partition(_CLOSE)
-            found, end = _json_values(body)
-            values += found if found and not body[end:].strip() else [_Unreadable(f"{_OPEN}{body}")]
-            texts.append(after)
-        return "".join(texts).rstrip(), values
+        texts: list[str] = []
+        place: int | None = tag
+        end = len(self._opened)
+        while place is not None:
+            texts.append(self._text[end:place])
+            found, end = _values_behind(self._text, place)
+            values += found
+            place = _next_tag(self._text, end)
+        return "".join([*texts, self._text[end:]]).rstrip(), values
 
-    def _bare(self) -> tuple[str, list[Any]]:
-        """The text before the calls, and the values from there to the end of the answer."""
-        for match in _FIRST.finditer(self._text):
+    def _bare(self, limit: int) -> tuple[str, list[Any]] | None:
+        """The text before the calls, and the values from there to the end of the answer; none begin from a place on."""
+        for match in _FIRST.finditer(self._text, 0, limit):
             body = self._text[match.start() :]
             if not _may_begin(body):
                 continue
@@ -159,7 +186,7 @@ class ToolCallReader:
             values, end = _json_values(body)
             if values and not body[end:].strip() and all(self._is_call(value) for value in values):
                 return self._text[len(self._opened) : match.start()].rstrip(), values
-        return ("", [_Unreadable(self._text)]) if self._opened else (self._text, [])
+        return None
 
     def _continued(self) -> ToolCall | None:
         """The call whose name was given, when its arguments are complete, but what should follow them is not."""
@@ -186,6 +213,8 @@ class _Unreadable:
 
 def _may_begin(text: str) -> bool:
     """Whether a call may begin where a text begins, whatever follows. Once it may not, no later text changes that."""
+    if text.startswith(_OPEN):
+        return _is_tag(text, 0, if_nothing_follows=True)
     if any(text.startswith(mark) or mark.startswith(text) for mark in (_OPEN, *_MARKS)) or _FENCE.startswith(text):
         return True
     body = text[_start_of_object(text) :]
@@ -193,6 +222,46 @@ def _may_begin(text: str) -> bool:
         return True  # a block or a list that has only begun
     key = body[1:].lstrip()
     return body[0] == "{" and any(key.startswith(known) or known.startswith(key) for known in _FIRST_KEYS)
+
+
+def _is_tag(text: str, place: int, if_nothing_follows: bool) -> bool:
+    """Whether an opening tag begins a call: JSON follows, or words that a closing tag ends before another one opens.
+
+    Args:
+        text: Where it stands.
+        place: Where in it.
+        if_nothing_follows: What to take words for that no tag follows, since one may still come.
+    """
+    start = place + len(_OPEN)
+    following = _TAG.search(text, start)
+    return _begins_json(text, start) or (if_nothing_follows if following is None else following.group() == _CLOSE)
+
+
+def _begins_json(text: str, start: int) -> bool:
+    """Whether an object or a list begins behind white space, or nothing is there yet."""
+    space = _SPACE.match(text, start)
+    assert space is not None  # it matches nothing at all, too
+    return text[space.end() : space.end() + 1] in ("", "{", "[")
+
+
+def _next_tag(text: str, start: int) -> int | None:
+    """The first place of a tag that begins a call."""
+    tags = (match.start() for match in _TAG.finditer(text, start) if match.group() == _OPEN)
+    return next((place for place in tags if _is_tag(text, place, if_nothing_follows=False)), None)
+
+
+def _values_behind(text: str, tag: int) -> tuple[list[Any], int]:
+    """The values of the call that a tag begins, and where the text goes on."""
+    body = text[tag + len(_OPEN) :]
+    values, end = _json_values(body)
+    after = body[end:].lstrip()
+    if values and (not after or after.startswith((_OPEN, _CLOSE))):
+        return values, len(text) - len(after.removeprefix(_CLOSE))
+    following = _TAG.search(body, end)
+    if following is None:
+        return [_Unreadable(text[tag:])], len(text)
+    end = following.end() if following.group() == _CLOSE else following.start()
+    return [_Unreadable(f"{_OPEN}{body[: following.start()]}")], tag + len(_OPEN) + end
 
 
 def _start_of_object(text: str) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from cachecraft_rag.chat_template import prints_calls
 from cachecraft_rag.prompt import PromptEncoder, RagPrompt
 from cachecraft_rag.tool_calls import ToolCall, ToolCallReader
 
@@ -17,6 +18,7 @@ Tool = Mapping[str, Any]
 _ANY = ("any", "required", True)
 _FREE = (None, "auto", False)
 _PROBE = ToolCall("probe_the_lease", {"clause": "alpha"}, "probe1234")
+_PROBE_AFTER = ToolCall("probe_the_lease", {"clause": "omega"}, "probe5678")
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -40,11 +42,13 @@ class CallFormat:
         shows_tools: Whether the model is told of tools at all.
         shows_calls: Whether calls in earlier messages are printed, in a form that is read here.
         opening: What an answer begins with that is a call, up to the arguments, with a probe's name in it.
+        several_calls: Whether one message may hold several calls. Llama's templates refuse the chat then.
     """
 
     shows_tools: bool = False
     shows_calls: bool = False
     opening: str = ""
+    several_calls: bool = True
 
     @classmethod
     def of(cls, prompts: PromptEncoder) -> CallFormat:
@@ -66,23 +70,24 @@ class CallFormat:
     def _probed(cls, prompts: PromptEncoder) -> CallFormat:
         if not prompts.has_chat_template:
             return cls()
-        call = {"id": _PROBE.id, "type": "function", "function": {"name": _PROBE.name, "arguments": _PROBE.arguments}}
         asked = _rendered(prompts)
         if asked is None or _PROBE.name not in asked:
             return cls()
         opening = _opening_as_told(asked)
         said = _rendered(prompts, {"content": _PROBE_TEXT})
-        called = _rendered(prompts, {"content": "", "tool_calls": [call]})
-        if said is None or called is None:
-            return cls(True, False, opening)
+        called = _rendered(prompts, {"content": "", "tool_calls": [_in_message(_PROBE)]})
+        both = _rendered(prompts, {"content": "", "tool_calls": [_in_message(_PROBE), _in_message(_PROBE_AFTER)]})
+        several = both is not None and str(_PROBE_AFTER.arguments["clause"]) in both
+        if said is None or called is None or not prints_calls(prompts.tokenizer, has_tools=True):
+            return cls(True, False, opening, several)
         differs = (index for index, pair in enumerate(zip(asked, called, strict=False)) if pair[0] != pair[1])
         written = called[next(differs, len(asked)) :].removesuffix(said.partition(_PROBE_TEXT)[2])
         reader = ToolCallReader([_PROBE.name])
         reader.take(written)
         if reader.finish().calls != (_PROBE,):
-            return cls(True, False, opening)
+            return cls(True, False, opening, several)
         shown = written[: max(0, written.rfind("{", 0, written.find('"clause"')))].rstrip()
-        return cls(True, True, shown if called.startswith(asked) and _PROBE.name in shown else opening)
+        return cls(True, True, shown if called.startswith(asked) and _PROBE.name in shown else opening, several)
 
     def opening_of(self, names: Sequence[str]) -> str:
         """What makes an answer a call of one of some tools: up to the arguments of one, or up to the name of many."""
@@ -101,10 +106,12 @@ class OfferedTools:
     Attributes:
         tools: Those that the model is shown.
         opening: What its answer begins with where a tool must be called; the model continues it.
+        several_calls: Whether its answer may hold several calls; if not, the first is read.
     """
 
     tools: tuple[Tool, ...]
     opening: str = ""
+    several_calls: bool = True
 
     @classmethod
     def of(cls, tools: Sequence[Tool], choice: object, prompts: PromptEncoder) -> OfferedTools | None:
@@ -118,16 +125,17 @@ class OfferedTools:
             prompts: Renders the model's template.
 
         Raises:
-            ValueError: There is no such tool.
+            ValueError: There is no such tool, or one has no name.
         """
         names = [name_of(tool) for tool in tools]
         choice = normalized_choice(choice, names)
         if not tools or choice == "none":
             return None
+        form = CallFormat.of(prompts)
         if choice == "auto":
-            return cls(tuple(tools))
+            return cls(tuple(tools), several_calls=form.several_calls)
         shown = tuple(tool for tool in tools if choice in ("any", name_of(tool)))
-        return cls(shown, CallFormat.of(prompts).opening_of([name_of(tool) for tool in shown]))
+        return cls(shown, form.opening_of([name_of(tool) for tool in shown]), form.several_calls)
 
     @property
     def names(self) -> list[str]:
@@ -140,12 +148,19 @@ class OfferedTools:
 
     def reader(self) -> ToolCallReader:
         """Tells text from calls in the answer."""
-        return ToolCallReader(self.names, self.opening)
+        return ToolCallReader(self.names, self.opening, self.several_calls)
 
 
 def name_of(tool: Tool) -> str:
-    """Name of a tool in OpenAI's form."""
-    name: str = tool["function"]["name"]
+    """Name of a tool in OpenAI's form.
+
+    Raises:
+        ValueError: It has none, as tools that a provider runs itself.
+    """
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"tools: {dict(tool)!r} has no function with a name; a local model calls functions only")
     return name
 
 
@@ -175,6 +190,10 @@ def _rendered(prompts: PromptEncoder, answer: Mapping[str, Any] | None = None) -
         return prompts.render(RagPrompt.from_messages(messages, tools=[_PROBE_TOOL]))
     except (ValueError, TypeError, KeyError):  # a template of another kind
         return None
+
+
+def _in_message(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _opening_as_told(asked: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
 
-from cachecraft_rag.tool_calls import ToolAnswer, ToolCall, ToolCallReader
+from cachecraft_rag.tool_calls import ToolAnswer, ToolCall, ToolCallReader, written_call
 
 NAMES = ["search", "now"]
 CALL = '{"name": "search", "arguments": {"query": "lease"}}'
@@ -87,7 +88,64 @@ def test_a_call_may_have_no_arguments(arguments: str) -> None:
     assert read(f'{{"name": "now", "arguments": {arguments}}}').calls == (ToolCall("now", {}),)
 
 
+@every_step
+@pytest.mark.parametrize(
+    "query",
+    ["why <tool_call>?", "a </tool_call> b", "<tool_call>{", '<tool_call>{"name": "now"}</tool_call>'],
+)
+def test_a_tag_inside_of_an_argument_is_part_of_it(query: str, step: int) -> None:
+    expected = ToolCall("search", {"query": query})
+    call = written_call("search", {"query": query})
+    bare = call.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    assert read(call, step) == ToolAnswer("", (expected,))
+    assert read(f"{call}\n{call}", step).calls == (expected, expected)
+    assert read(bare, step) == ToolAnswer("", (expected,))
+
+
+@every_step
+def test_a_tag_that_a_text_speaks_of_is_text_beside_calls(step: int) -> None:
+    text = f"A model writes <tool_call> first.\n<tool_call>{CALL}</tool_call> and </tool_call> last."
+    assert read(text, step) == ToolAnswer("A model writes <tool_call> first.\n and </tool_call> last.", (SEARCH,))
+
+
+@every_step
+def test_a_call_that_another_one_follows_need_not_be_closed(step: int) -> None:
+    assert read(f"<tool_call>{CALL}\n<tool_call>{CALL}", step) == ToolAnswer("", (SEARCH, SEARCH))
+
+
+PIECES = [
+    "<tool_call>",
+    "</tool_call>",
+    CALL,
+    '{"name": "search"',
+    '{"function": {"name": "now", "parameters": {"a": "</tool_call>"}}}',
+    "hello ",
+    "\n",
+    "```json\n",
+    "<",
+    "{",
+    "[",
+    "]",
+    "[TOOL_CALLS]",
+    ";",
+]
+
+
+@pytest.mark.parametrize("opened", ["", '<tool_call>\n{"name": "search", "arguments":'])
+def test_a_text_in_pieces_is_read_as_the_whole_and_nothing_of_it_is_lost(opened: str) -> None:
+    random = Random(7)
+    for _ in range(400):
+        text = "".join(random.choices(PIECES, k=random.randint(1, 7)))
+        answer = read(text, random.randint(1, 5), opened)
+        assert answer == read(text, len(text), opened)
+        assert answer.calls or answer.broken or answer.text == text
+
+
 TEXTS = [
+    "Qwen models write a <tool_call> tag before the JSON. Everything else is plain text.",
+    "A <tool_call> opens, and so does <tool_call> here.",
+    "It ends with </tool_call> then.",
+    '{"answer": "a <tool_call> tag"}',
     "It ends on 9 < 10 <tool> and <tool_",
     "See [1] and [TO DO] <b>now</b>. `x` ```python\nif x < 3: {}\n``` [ 7 ] {x} <tea> \n\n",
     '{"answer": "in May"}',

@@ -69,6 +69,43 @@ def test_where_no_call_is_printed_it_begins_as_the_prompt_asks_for(call: str, wo
     assert found.opening_of(["search"]) == opening
 
 
+# Llama 3.1's way with more than one call.
+_SINGLE = (
+    "{% for message in messages %}{% if message.tool_calls and message.tool_calls | length != 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("call", [TEMPLATES["llama"][0], ""], ids=["prints calls", "prints none"])
+def test_where_several_calls_are_refused_the_first_is_the_answer(call: str) -> None:
+    several, single = encoder(call), encoder(call)
+    single.tokenizer.chat_template = _SINGLE + single.tokenizer.chat_template
+    for prompts, is_refused in [(several, False), (single, bool(call))]:
+        assert CallFormat.of(prompts).several_calls is not is_refused
+        offered = OfferedTools.of([TOOL], None, prompts)
+        assert offered is not None
+        reader = offered.reader()
+        reader.take(
+            '{"name": "search", "parameters": {"query": "a"}}; {"name": "search", "parameters": {"query": "b"}}'
+        )
+        calls = reader.finish().calls
+        assert [call.arguments["query"] for call in calls] == (["a"] if is_refused else ["a", "b"])
+
+
+def test_a_template_that_prints_the_first_call_only_may_not_get_several() -> None:
+    prompts = encoder(TEMPLATES["llama"][0])
+    prompts.tokenizer.chat_template = prompts.tokenizer.chat_template.replace(
+        "message.tool_calls or []", "(message.tool_calls or [])[:1]"
+    )
+    assert not CallFormat.of(prompts).several_calls
+
+
+@pytest.mark.parametrize("tool", [{"type": "web_search"}, {"type": "function", "function": {}}, {"function": "search"}])
+def test_a_tool_that_is_no_function_with_a_name_is_refused(tool: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"tools: \{.*\} has no function with a name; a local model calls functions"):
+        OfferedTools.of([TOOL, tool], None, encoder())
+
+
 @pytest.mark.parametrize("tokenizer", [strict(), byte_level(chat_template=False)], ids=["no tools", "no template"])
 def test_a_template_without_tools_is_known_as_such(tokenizer: Any) -> None:
     assert CallFormat.of(PromptEncoder(tokenizer)) == CallFormat()

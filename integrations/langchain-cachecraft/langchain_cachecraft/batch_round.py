@@ -18,13 +18,16 @@ class BatchRound(Generic[A]):
 
     Args:
         model: Whose batch it is.
-        chats: The messages of each input.
+        chats: The messages of each input; ``None`` for one that there are none of, which is left out.
         draw: Answers to some of them. When it fails, every input is answered by itself, so that an error
             stays with the input that it belongs to.
     """
 
     def __init__(
-        self, model: object, chats: Sequence[list[BaseMessage]], draw: Callable[[Sequence[list[BaseMessage]]], list[A]]
+        self,
+        model: object,
+        chats: Sequence[list[BaseMessage] | None],
+        draw: Callable[[Sequence[list[BaseMessage]]], list[A]],
     ) -> None:
         self._model, self._chats, self._draw = model, chats, draw
         self._answers: dict[int, A] = {}
@@ -51,9 +54,9 @@ class BatchRound(Generic[A]):
         if model is not self._model or messages != self._chats[self._place]:
             return None
         if self._place not in self._answers and not self._has_failed:
-            chats = self._chats[self._place :]
+            chats = {place: chat for place, chat in enumerate(self._chats) if place >= self._place and chat is not None}
             try:
-                self._answers.update(enumerate(self._draw(chats), start=self._place))
+                self._answers.update(zip(chats, self._draw([*chats.values()]), strict=True))
             except Exception:
                 # Whose error it is shows when each is answered by itself; there it is raised again.
                 self._has_failed = True

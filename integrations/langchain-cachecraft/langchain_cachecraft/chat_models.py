@@ -127,8 +127,9 @@ class ChatCacheCraft(ServedModel, BaseChatModel):
             **kwargs: Other options of the calls.
 
         Raises:
-            ValueError: There is no such method. The calls raise ``OutputParserException`` for an answer that is not
-                the JSON of such an object, or was cut off.
+            ValueError: There is no such method, or the schema is no object and a tool is to be called. The calls raise
+                ``OutputParserException`` for an answer that is not JSON of the schema's kind, or was cut off; a stream
+                raises it at its end.
         """
         if method not in METHODS:
             raise ValueError(f"method: {method!r} is not allowed; give one of {', '.join(map(repr, METHODS))}")
@@ -156,8 +157,9 @@ class ChatCacheCraft(ServedModel, BaseChatModel):
         stop = kwargs.get("stop")
         given = {name: value for name, value in kwargs.items() if name != "stop"}
 
-        chats = [self._convert_input(item).to_messages() for item in inputs]
-        batch_round = BatchRound(self, chats, lambda chats: self._answers(chats, stop, given))
+        batch_round = BatchRound(
+            self, [self._messages_of(item) for item in inputs], lambda chats: self._answers(chats, stop, given)
+        )
         answers: list[Any] = []
         for place, (item, its_config) in enumerate(zip(inputs, get_config_list(config, len(inputs)), strict=True)):
             try:
@@ -168,6 +170,12 @@ class ChatCacheCraft(ServedModel, BaseChatModel):
                     raise
                 answers.append(error)
         return answers
+
+    def _messages_of(self, item: LanguageModelInput) -> list[BaseMessage] | None:
+        try:
+            return self._convert_input(item).to_messages()
+        except Exception:
+            return None  # the input's own invoke raises the same, where it is that input's error only
 
     @property
     def _llm_type(self) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from cachecraft_rag import RecomputeConfig
 from cachecraft_rag.config import PolicyName, Preset
@@ -18,7 +21,7 @@ _OF_LANGCHAIN = {"stream", "ls_structured_output_format", "structured_output_for
 
 @dataclass(frozen=True)
 class CallOptions:
-    """Options of one call; see the fields of ``ServedModel``. The engine checks the values."""
+    """Options of one call; see the fields of ``ServedModel``."""
 
     model: str
     max_tokens: int | None
@@ -35,7 +38,7 @@ class CallOptions:
     preset: Preset | None
 
     @classmethod
-    def of(cls, model: object, given: Mapping[str, Any], others: tuple[str, ...] = ()) -> CallOptions:
+    def of(cls, model: BaseModel, given: Mapping[str, Any], others: tuple[str, ...] = ()) -> CallOptions:
         """Options of a model, replaced by those given with a call unless they are ``None``.
 
         Of the options that decide how much is recomputed, one given with the call takes the place of the model's.
@@ -46,12 +49,13 @@ class CallOptions:
             others: Options of the call that are read elsewhere.
 
         Raises:
-            ValueError: An option has no such name, or two are given that decide the same.
+            ValueError: An option has no such name or a value that its field does not take, or two are given that
+                decide the same.
         """
         own = {field.name: getattr(model, field.name) for field in fields(cls)}
         if unknown := [name for name in given if name not in own and name not in _OF_LANGCHAIN and name not in others]:
             raise ValueError(f"{unknown[0]}: no option of a call; allowed: {', '.join(['stop', *own, *others])}")
-        changes = {name: given[name] for name in own if given.get(name) is not None}
+        changes = {name: _checked(type(model), name, given[name]) for name in own if given.get(name) is not None}
         check_goals(changes)
         if any(name in changes for name in GOALS):
             own |= dict.fromkeys(GOALS)
@@ -85,6 +89,25 @@ class CallOptions:
     def as_dict(self) -> dict[str, Any]:
         """The options by name."""
         return asdict(self)
+
+
+def _checked(kind: type[BaseModel], name: str, value: object) -> Any:
+    """The value of an option as its field takes it; the engine would refuse it under a name that the user never gave.
+
+    Raises:
+        ValueError: The field does not take it.
+    """
+    try:
+        return _adapter(kind, name).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{name}: {value!r} is not allowed; {error.errors()[0]['msg']}") from error
+
+
+@cache
+def _adapter(kind: type[BaseModel], name: str) -> TypeAdapter[Any]:
+    field = kind.model_fields[name]
+    annotated: Any = Annotated  # put together while the program runs, which no type checker follows
+    return TypeAdapter(annotated[field.annotation, field])
 
 
 def check_goals(values: Mapping[str, Any]) -> None:

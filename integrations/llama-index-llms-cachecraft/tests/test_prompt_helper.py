@@ -49,7 +49,24 @@ def test_a_text_too_long_for_any_prompt_is_cut_and_its_neighbours_are_not() -> N
 
 def test_blank_texts_are_left_out_and_edges_stripped() -> None:
     assert helper(1000).repack(PROMPT, ["  ", "\na b\n", ""]) == ["a b"]
-    assert helper(1000).repack(PROMPT, []) == []
+
+
+@pytest.mark.parametrize("texts", [[], [""], [" ", "\n"]])
+def test_without_any_text_there_is_one_empty_prompt_as_in_llama_index(texts: list[str]) -> None:
+    assert helper(1000).repack(PROMPT, texts) == helper(1000, PromptHelper).repack(PROMPT, texts) == [""]
+
+
+@pytest.mark.parametrize(
+    "mode", [ResponseMode.TREE_SUMMARIZE, ResponseMode.COMPACT_ACCUMULATE, ResponseMode.COMPACT, ResponseMode.REFINE]
+)
+def test_a_blank_node_is_answered_in_every_mode(
+    mode: ResponseMode, make_llm: Callable[..., CacheCraftLLM], make_retriever: Callable[..., Any]
+) -> None:
+    llm = make_llm(max_new_tokens=4)
+    helper = ChunkAlignedPromptHelper.from_llm(llm)
+    synthesizer = get_response_synthesizer(llm=llm, prompt_helper=helper, response_mode=mode)
+    engine = RetrieverQueryEngine(make_retriever([TextNode(text="\n")]), response_synthesizer=synthesizer)
+    assert str(engine.query("What ends first?"))
 
 
 def test_shortening_takes_from_the_longest_only() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from pydantic import BaseModel, Field
 from cachecraft_rag.prompt import EncodedPrompt
 from llama_index.llms.cachecraft import CacheCraftLLM, CacheCraftPrefillEvent
 
+ARGUMENTS = '{"first": 2, "second": 3}'
 CALL = '<tool_call>\n{"name": "add", "arguments": {"first": 2, "second": 3}}\n</tool_call>'
 
 
@@ -172,6 +174,42 @@ def test_calls_and_results_of_a_history_reach_the_template(llm: CacheCraftLLM, r
         tools=_tools(),
     )
     assert f"<|im_start|>assistant\n{CALL}<|im_end|>\n<|im_start|>tool\n5<|im_end|>" in read[0].text
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ChatMessage(role="assistant", blocks=[ToolCallBlock(tool_name="add", tool_kwargs=ARGUMENTS)]),
+        ChatMessage(
+            role="assistant",
+            content="",
+            additional_kwargs={"tool_calls": [{"id": "1", "function": {"name": "add", "arguments": ARGUMENTS}}]},
+        ),
+        ChatMessage(
+            role="assistant",
+            content="",
+            additional_kwargs={
+                "tool_calls": [SimpleNamespace(id="1", function=SimpleNamespace(name="add", arguments=ARGUMENTS))]
+            },
+        ),
+    ],
+    ids=["block with text", "listed", "listed as an object"],
+)
+def test_calls_that_other_llms_left_in_a_history_reach_the_template(
+    message: ChatMessage, llm: CacheCraftLLM, read: list[EncodedPrompt]
+) -> None:
+    llm.chat([ChatMessage(content="Add 2 and 3."), message, ChatMessage(role="tool", content="5")], tools=_tools())
+    assert f"<|im_start|>assistant\n{CALL}<|im_end|>\n<|im_start|>tool\n5<|im_end|>" in read[0].text
+
+
+def test_calls_of_a_history_reach_a_model_whose_template_prints_none(
+    make_llm: Callable[..., CacheCraftLLM], record: Callable[..., list[EncodedPrompt]]
+) -> None:
+    llm = make_llm()
+    read = record(llm)
+    call = ToolCallBlock(tool_call_id="abcdefghi", tool_name="add", tool_kwargs={"first": 2, "second": 3})
+    llm.chat([ChatMessage(content="Add"), ChatMessage(role="assistant", blocks=[call]), ChatMessage(content="Well?")])
+    assert f"<|im_start|>assistant\n{CALL}<|im_end|>" in read[0].text
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])

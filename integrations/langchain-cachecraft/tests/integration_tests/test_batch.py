@@ -85,6 +85,17 @@ def test_an_error_stays_with_its_input(chat: ChatCacheCraft, sizes: list[int]) -
         chat.batch(inputs)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_input_that_is_none_spoils_no_other(chat: ChatCacheCraft, sizes: list[int], place: int) -> None:
+    inputs: Any = [*QUESTIONS[:place], 42, *QUESTIONS[place:]]
+    answers = chat.batch(inputs, return_exceptions=True)
+    assert sizes == [3]
+    assert isinstance(answers.pop(place), ValueError)
+    assert [answer.text for answer in answers] == [chat.invoke(question).text for question in QUESTIONS]
+    with pytest.raises(ValueError, match="Invalid input type"):
+        chat.batch(inputs)
+
+
 def test_what_the_response_cache_knows_is_not_drawn(engine: CacheCraftEngine, sizes: list[int]) -> None:
     chat = ChatCacheCraft(engine=engine, max_tokens=6, cache=InMemoryCache())
     chat.invoke(QUESTIONS[0])

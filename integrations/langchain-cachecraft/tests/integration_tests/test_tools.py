@@ -107,6 +107,11 @@ def test_a_tool_that_is_not_there_can_not_be_chosen(chat: ChatCacheCraft) -> Non
         chat.bind_tools([], tool_choice="any")
 
 
+def test_a_tool_that_a_provider_would_run_is_refused_by_name(chat: ChatCacheCraft) -> None:
+    with pytest.raises(ValueError, match=r"tools: \{'type': 'web_search'\} has no function with a name"):
+        chat.bind_tools([{"type": "web_search"}])
+
+
 @pytest.mark.parametrize("tool_choice", [None, "search"])
 def test_chunks_are_reused_beside_tools(chat: ChatCacheCraft, tool_choice: str | None) -> None:
     engine = chat.get_engine()
@@ -180,7 +185,7 @@ def test_an_answer_that_is_cut_off_is_an_error(chat: ChatCacheCraft, method: Any
 def test_an_answer_of_another_form_is_an_error(chat: ChatCacheCraft) -> None:
     with pytest.raises(OutputParserException, match="Failed to parse Unwritten from completion"):
         chat.with_structured_output(Unwritten).invoke(QUESTION)
-    with pytest.raises(OutputParserException, match="Invalid json output: It ends"):
+    with pytest.raises(OutputParserException, match=r"the model '.*' did not write the JSON .*: It ends"):
         chat.with_structured_output(Unwritten, method="json_mode").invoke(QUESTION)
 
 

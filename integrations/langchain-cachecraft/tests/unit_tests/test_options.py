@@ -28,6 +28,25 @@ def test_an_unknown_option_is_refused_with_the_known_ones(chat: ChatCacheCraft) 
         CallOptions.of(chat, {"temprature": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("max_tokens", 0, "greater than or equal to 1"),
+        ("max_tokens", "many", "valid integer"),
+        ("temperature", -1.0, "greater than or equal to 0"),
+        ("top_p", 1.5, "less than or equal to 1"),
+        ("recompute_ratio", 2.0, "less than or equal to 1"),
+        ("preset", "best", "'fast'"),
+        ("timeout", 0.0, "greater than 0"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_under_the_name_that_was_given(
+    chat: ChatCacheCraft, name: str, value: object, allowed: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: {value!r} is not allowed; .*{allowed}"):
+        CallOptions.of(chat, {name: value})
+
+
 def test_what_langchain_adds_for_itself_is_no_option(chat: ChatCacheCraft) -> None:
     assert CallOptions.of(chat, {"stream": True}) == CallOptions.of(chat, {})
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama_index.core.base.llms.types import ToolCallBlock
@@ -57,16 +58,31 @@ def _to_dict(index: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def _tool_calls(message: ChatMessage) -> list[dict[str, Any]]:
-    """The calls that a message of the model holds, with their arguments as templates want them: not as text."""
-    return [
-        {
-            "id": block.tool_call_id or "",
-            "type": "function",
-            "function": {"name": block.tool_name, "arguments": block.tool_kwargs},
-        }
-        for block in message.blocks
-        if isinstance(block, ToolCallBlock)
-    ]
+    """The calls that a message of the model holds: as blocks, or as other LLMs of LlamaIndex list them beside it."""
+    blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    if blocks:
+        return [_call(block.tool_call_id, block.tool_name, block.tool_kwargs) for block in blocks]
+    calls = []
+    for listed in message.additional_kwargs.get("tool_calls") or ():
+        function = _field(listed, "function") or listed
+        calls.append(_call(_field(listed, "id"), _field(function, "name"), _field(function, "arguments")))
+    return calls
+
+
+def _call(call_id: str | None, name: str, arguments: object) -> dict[str, Any]:
+    """A call with its arguments as templates want them: not as text."""
+    if isinstance(arguments, str):
+        try:
+            read = json.loads(arguments or "{}")
+        except json.JSONDecodeError:
+            read = None  # what the model once wrote; it is shown as it is
+        arguments = read if isinstance(read, dict) else arguments
+    return {"id": call_id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _field(thing: Any, name: str) -> Any:
+    """A field of a dictionary or of an object of a client library."""
+    return thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
 
 
 def _text(index: int, message: ChatMessage) -> str:

@@ -105,7 +105,7 @@ class ChunkAlignedPromptHelper(PromptHelper):
                 packed[-1] = joined
             else:
                 packed += [text] if self._count(text) <= splitter.chunk_size else splitter.split_text(text)
-        return packed
+        return packed or [""]  # as LlamaIndex does: without any text, tree_summarize would call itself for ever
 
     def truncate(
         self,
