@@ -153,6 +153,21 @@ def attention_mass(
     Returns:
         ``[num_keys]`` float32; sums to ``num_heads * num_rows``.
     """
+    mass = torch.zeros(key.shape[2], device=query.device)
+    for first in range(0, query.shape[2], QUERY_BLOCK):  # scores of all rows at once may take gigabytes
+        rows = slice(first, first + QUERY_BLOCK)
+        mass += _mass_of(query[:, :, rows], key, positions[rows], window, scaling, softcap)
+    return mass
+
+
+def _mass_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: torch.Tensor,
+    window: int | None,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
     num_kv_heads, num_keys, head_dim = key.shape[1:]
     num_rows = query.shape[2]
     grouped = (query[0] * scaling).reshape(num_kv_heads, -1, head_dim)  # first: a product of float16 may overflow

@@ -44,8 +44,8 @@ class Calibration(BaseModel):
     fingerprint: str = Field(min_length=1)
     policy: str = Field(min_length=1)
     settings: dict[str, str] = Field(default_factory=dict)
-    scale: float = Field(gt=0.0, allow_inf_nan=False)
-    exponent: float = Field(gt=0.0, allow_inf_nan=False)
+    scale: float = Field(ge=1e-12, le=1e12)
+    exponent: float = Field(ge=0.1, le=10.0)  # far beyond what is measured, and no power overflows
     margin: float = Field(default=1.0, ge=1.0, allow_inf_nan=False)
     quantile: float = Field(default=0.9, gt=0.0, lt=1.0)
     num_questions: int = Field(ge=1)

@@ -55,6 +55,16 @@ class Candidates:
         return self.gather(known, missing=torch.ones(self._num_layers, len(self)))
 
     @cached_property
+    def comparable_sensitivity(self) -> torch.Tensor:
+        """The same with the mean of the layer where it isn't known: 1 is far above what is measured."""
+        ones = [None if kv is None or kv.sensitivity is None else torch.ones(kv.num_tokens) for kv in self._chunk_kvs]
+        known = self.gather(ones) > 0
+        if not known.any() or known.all():
+            return self.sensitivity
+        mean = self.sensitivity[:, known].mean(dim=1, keepdim=True)
+        return torch.where(known, self.sensitivity, mean)
+
+    @cached_property
     def inter_attention(self) -> torch.Tensor:
         """Attention that each paid to other chunks when its KV was made, ``[num_candidates]`` float32; else 0."""
         return self.gather([None if kv is None else kv.inter_attention for kv in self._chunk_kvs])

@@ -7,7 +7,7 @@ served by full prefill, with the reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ LENGTH_DEPENDENT_ROPE_KINDS = frozenset({"dynamic", "longrope", "su"})
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _PROBE_TOKENS = 24
 _PROBE_OFFSET = 37
+_PROBE_WINDOW = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,18 +32,26 @@ class Capability:
         reason: Why chunks can't be reused; ``None`` when they can.
         rope: The rotation of every layer; ``None`` when chunks can't be reused.
         max_tokens: Longest prompt plus answer for which the rotation is fixed; ``None`` for any length.
+        context_tokens: What single chunks are computed behind takes so many of them.
     """
 
     reason: str | None
     rope: RopeSpec | None = None
     max_tokens: int | None = None
+    context_tokens: int = 0
+
+    def with_context(self, num_tokens: int) -> Capability:
+        """The same where chunks are computed behind so many tokens, which may be more than precede them in a prompt."""
+        return replace(self, context_tokens=num_tokens)
 
     def reason_for(self, num_tokens: int) -> str | None:
         """Why a prompt plus answer of this length can't reuse chunks; ``None`` when it can."""
-        if self.reason is None and self.max_tokens is not None and num_tokens > self.max_tokens:
+        longest = num_tokens + self.context_tokens  # no chunk is longer than its prompt
+        if self.reason is None and self.max_tokens is not None and longest > self.max_tokens:
+            behind = f", and what chunks are computed behind {self.context_tokens}" if self.context_tokens else ""
             return (
                 f"this model's rotary frequencies change beyond {self.max_tokens} tokens, and prompt plus answer may "
-                f"take {num_tokens}"
+                f"take {num_tokens}{behind}"
             )
         return self.reason
 
@@ -61,6 +70,7 @@ def probe(adapter: ModelAdapter) -> Capability:
         return Capability(reason)
     try:
         rope = _find_rotation(adapter)
+        _check_windows(adapter)
         _check_recompute(adapter)
     except _NotMovable as found:
         return Capability(str(found))
@@ -132,6 +142,32 @@ def _find_rotation(adapter: ModelAdapter) -> RopeSpec:
     if all(layout is None for layout in layers):
         raise _NotMovable("the keys of this model do not depend on their position")
     return RopeSpec(tuple(layers))
+
+
+def _check_windows(adapter: ModelAdapter) -> None:
+    """Take out the sliding windows that the configuration names and the model ignores.
+
+    No window of a real model is as short as a probe, so for one pass the model gets one that is.
+    """
+    named, full = adapter.windows, (None,) * adapter.num_layers
+    if named == full:
+        return
+    token_ids, positions = _probe_tokens(adapter, _PROBE_TOKENS), torch.arange(_PROBE_TOKENS)
+    expected = adapter.new_kv(_PROBE_TOKENS)
+    adapter.forward_plain(token_ids, expected, window=_PROBE_WINDOW)
+    errors = []
+    try:
+        for windows in (tuple(None if window is None else _PROBE_WINDOW for window in named), full):
+            adapter.windows = windows
+            found = adapter.new_kv(_PROBE_TOKENS)
+            adapter.forward_rows(token_ids, positions, found)
+            errors.append(max(_token_error(*layers) for layers in zip(found.values, expected.values, strict=True)))
+    finally:
+        adapter.windows = named
+    if min(errors) > _TOLERANCE[expected.values.dtype]:
+        raise _NotMovable(f"rows see other tokens than by the sliding windows of the configuration ({min(errors):.2g})")
+    if errors[1] < errors[0]:
+        adapter.windows = full
 
 
 def _check_recompute(adapter: ModelAdapter) -> None:

@@ -75,10 +75,11 @@ class PlainDecoder:
     Args:
         model: A transformers causal language model.
         device: Device of its inputs.
+        keeps_cache: ``False`` reads everything again for every token, whatever the model could keep.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: Any, device: torch.device, keeps_cache: bool = True) -> None:
+        self._model, self._device, self._keeps_cache = model, device, keeps_cache
         self._parameters = inspect.signature(model.forward).parameters
         self._kernel: int = getattr(model.config, "conv_kernel", 0)
         self._ids: list[int] = []
@@ -97,12 +98,14 @@ class PlainDecoder:
         return self._run([token_id] if self._cache else self._ids)
 
     def _run(self, token_ids: list[int]) -> torch.Tensor:
-        arguments: dict[str, Any] = {"use_cache": True, **self._cache}
+        arguments: dict[str, Any] = {"use_cache": self._keeps_cache, **self._cache}
         if "cache_position" in self._parameters and self._cache:
             # transformers 4 can't tell the position of a recurrent state by itself, and takes one inside the
             # convolution's kernel for a place in its window, which is full after any prefill.
             first = self._kernel if "cache_params" in self._cache else 0
             arguments["cache_position"] = torch.tensor([max(len(self._ids) - 1, first)], device=self._device)
+        if "logits_to_keep" in self._parameters:
+            arguments["logits_to_keep"] = 1
         output = self._model(input_ids=torch.tensor([token_ids], device=self._device), **arguments)
         for name in ("cache", "past_key_values", "cache_params"):
             if name in output and output[name] is not None:

@@ -34,6 +34,7 @@ class ChunkEncoder:
     Attributes:
         prefix_ids: The first context.
         context: ``context_hash`` of what the KV is made of: part of every key.
+        context_tokens: Length of the longest context.
         num_passes: Passes over a chunk that its KV and its sensitivity take together.
 
     Raises:
@@ -50,6 +51,7 @@ class ChunkEncoder:
         self.context = context_hash(
             [token for context in self._contexts for token in context] if average else self.prefix_ids
         )
+        self.context_tokens = max(map(len, self._contexts))
         self.num_passes = len(self._contexts)
         self._adapter, self._average = adapter, average
         self._context_kv: dict[tuple[int, ...], PromptKV] = {}
@@ -79,7 +81,12 @@ class ChunkEncoder:
 
         Sensitivity, per layer and token: the mean squared difference of the values between two contexts, over the
         layer's mean squared value.
+
+        Raises:
+            ValueError: The KV was made at another place.
         """
+        if chunk_kv.base != len(self.prefix_ids):
+            raise ValueError(f"chunk_kv: its base is {chunk_kv.base}, not {len(self.prefix_ids)} as made by encode()")
         device, dtype = self._adapter.device, chunk_kv.values.dtype
         mean_keys, mean_values = (
             tensor.to(device, torch.float32, copy=True) for tensor in (chunk_kv.keys, chunk_kv.values)

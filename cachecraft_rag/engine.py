@@ -16,8 +16,8 @@ from cachecraft_rag.capability import probe
 from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig
 from cachecraft_rag.decode import end_of_sequence_ids
 from cachecraft_rag.in_flight import requests_in_flight
-from cachecraft_rag.intake import Intake
-from cachecraft_rag.library import ChunkLibrary, as_texts
+from cachecraft_rag.intake import Intake, as_texts, check_timeout
+from cachecraft_rag.library import ChunkLibrary
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.model_loader import context_window, load
 from cachecraft_rag.model_state import ModelState
@@ -67,30 +67,28 @@ class CacheCraftEngine:
     ) -> None:
         if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError(f"model: {type(model).__name__} is an encoder-decoder; give a causal language model")
-        self.config = config or EngineConfig()
-        if self.config.similar_questions.enabled and embed is None:
-            raise ValueError("embed: None, but similar_questions is enabled; give a function from texts to vectors")
+        self.config = EngineConfig.model_validate(config or {})
+        questions = SimilarQuestions.of(embed, self.config.similar_questions)
         self.model = model.eval()
         self.prompts = PromptEncoder(tokenizer)
-        self._adapter = ModelAdapter(model)
-        self._state = ModelState(model)
-        self._capability = probe(self._adapter)
+        self._adapter = adapter = ModelAdapter(model)
+        self._state = state = ModelState(model)
+        self._capability = probe(adapter)
         self.fallback_reason = self._capability.reason
         store = store if store is not None else open_store(self.config.store, self._adapter.device)
-        self.library = ChunkLibrary(self._adapter, self._state, self.prompts, self.config, store)
-        if embed is not None and self.config.similar_questions.enabled:
-            self.library.questions = SimilarQuestions(embed, self.config.similar_questions)
+        self.library = ChunkLibrary(adapter, state, self.prompts, self.config, store, self._capability.max_tokens)
+        self._capability = self._capability.with_context(self.library.context_tokens)
+        self.library.questions = questions
         self.context_window = self.config.context_window or context_window(self._adapter.config, tokenizer)
-        quality = Quality(self.config, self._state)
-        self.intake = Intake(self.prompts, self.library, self.config, quality, self.context_window)
-        self._prefiller = Prefiller(self._adapter, self._state, self._capability, self.library, self.config)
+        self.intake = Intake(self.prompts, self.library, self.config, Quality(self.config, state), self.context_window)
+        self._prefiller = Prefiller(adapter, state, self._capability, self.library, self.config)
         self._in_flight = requests_in_flight(self._adapter.model)
         self.refinement: Refinement | None = None
         if self.config.refine.enabled:
-            what = (self._adapter, self._state, self._capability, self.library)
+            what = (adapter, state, self._capability, self.library)
             self.refinement = Refinement(*what, self._in_flight, self.config.refine)
         runner = StepRunner(
-            self._adapter,
+            adapter,
             self._prefiller,
             partial(self.prompts.decode, skip_special_tokens=True),
             end_of_sequence_ids(model, tokenizer),
@@ -129,8 +127,7 @@ class CacheCraftEngine:
         Raises:
             ValueError: There is no such model, or it lacks a tokenizer.
         """
-        model, tokenizer = load(name, dtype, device)
-        return cls(model, tokenizer, config, store, embed=embed)
+        return cls(*load(name, dtype, device), config, store, embed=embed)
 
     @property
     def tokenizer(self) -> Any:
@@ -239,7 +236,7 @@ class CacheCraftEngine:
         Returns:
             How many chunks were computed; those already stored are left alone.
         """
-        texts, namespace = as_texts(texts), self.intake.namespace(namespace)
+        texts, namespace = as_texts(texts), self._namespace(namespace)
         self.library.register(texts, namespace, document_id)
         reason = self._prefiller.reason(0)
         if reason is not None:
@@ -250,7 +247,7 @@ class CacheCraftEngine:
 
     def is_stored(self, texts: Iterable[str], namespace: str | None = None) -> list[bool]:
         """Whether KV of each chunk text is stored, in any tier and made behind whatever; loads nothing."""
-        return self.library.is_stored(as_texts(texts), self.intake.namespace(namespace))
+        return self.library.is_stored(as_texts(texts), self._namespace(namespace))
 
     def prefetch(self, texts: Iterable[str], namespace: str | None = None) -> int:
         """Begin to load the KV of chunks from disk or remote into memory, while the user still types.
@@ -262,7 +259,7 @@ class CacheCraftEngine:
         Returns:
             How many entries are on their way; it does not wait for them.
         """
-        return self.library.prefetch(as_texts(texts), self.intake.namespace(namespace))
+        return self.library.prefetch(as_texts(texts), self._namespace(namespace))
 
     def prefetch_similar(self, question: str, namespace: str | None = None) -> int:
         """Begin to load the chunks that the most similar earlier question had, while the retriever still searches.
@@ -275,12 +272,12 @@ class CacheCraftEngine:
             How many entries are on their way; 0 where no question is similar enough, or ``config.similar_questions``
             is off.
         """
-        questions, namespace = self.library.questions, self.intake.namespace(namespace)
+        questions, namespace = self.library.questions, self._namespace(namespace)
         return 0 if questions is None else self.library.prefetch_chunks(questions.chunks_of(question, namespace))
 
     def register(self, texts: Iterable[str], namespace: str | None = None, document_id: str | None = None) -> int:
         """Look for these chunk texts, perhaps of one document, in later prompts; returns how many are new."""
-        return self.library.register(as_texts(texts), self.intake.namespace(namespace), document_id)
+        return self.library.register(as_texts(texts), self._namespace(namespace), document_id)
 
     def invalidate(
         self,
@@ -300,8 +297,9 @@ class CacheCraftEngine:
         Returns:
             How many stored entries were dropped.
         """
-        namespace = self.intake.namespace(namespace)
-        with nullcontext() if self.refinement is None else self.refinement.forgetting(namespace):
+        namespace = self._namespace(namespace)
+        refining = nullcontext() if self.refinement is None else self.refinement.forgetting(namespace)
+        with refining, self.library.forgetting.forgetting(namespace):
             if texts is None and document_ids is None:
                 return self.library.clear(namespace)
             return self.library.invalidate(as_texts(texts or ()), as_texts(document_ids or ()), namespace)
@@ -341,9 +339,12 @@ class CacheCraftEngine:
         timeout_s: float | None,
         sampling: dict[str, Any],
     ) -> Request:
+        namespace = self._namespace(namespace)
+        check_timeout(timeout_s)
+        return self.intake.take(prompt, SamplingConfig.of(self.config.max_new_tokens, sampling), recompute, namespace)
+
+    def _namespace(self, namespace: str | None) -> str:
+        """The namespace of a call, which an engine that was closed refuses."""
         if self._is_closed:
             raise RuntimeError("this engine is closed; make a new one")
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout_s: {timeout_s!r} is not above 0; give seconds, or None for no limit")
-        settings = SamplingConfig.of(self.config.max_new_tokens, sampling)
-        return self.intake.take(prompt, settings, recompute, namespace)
+        return self.intake.namespace(namespace)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cachecraft_rag.decode import PlainDecoder, buffer_decoder
@@ -9,7 +11,9 @@ from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.request import Request
 
 
-def full_prefill(adapter: ModelAdapter, request: Request, reason: str, in_buffer: bool) -> None:
+def full_prefill(
+    adapter: ModelAdapter, request: Request, reason: str, in_buffer: bool, soft_prompted: Any | None = None
+) -> None:
     """Fill in what a request knows before its first token.
 
     Args:
@@ -17,12 +21,17 @@ def full_prefill(adapter: ModelAdapter, request: Request, reason: str, in_buffer
         request: The request.
         reason: Why nothing is reused.
         in_buffer: Whether the prompt's KV may be kept in our own buffer; a model of another kind makes its own cache.
+        soft_prompted: The model with its soft prompt, where one is active: it puts that before whatever it reads, so
+            everything is read again for every token.
     """
     token_ids = request.encoded.token_ids
     request.figures |= {"fallback_reason": reason, "policy": "full_prefill"}
     request.figures |= {"reused_tokens": 0, "recomputed_tokens": 0, "prefilled_tokens": request.num_tokens}
     with request.timed("prefill_s"):
-        if in_buffer:
+        if soft_prompted is not None:
+            plain = PlainDecoder(soft_prompted, adapter.device, keeps_cache=False)
+            request.logits, request.next_logits = plain.prefill(list(token_ids)), plain.next_logits
+        elif in_buffer:
             request.kv = request.next_logits = None  # one that was filled with chunks goes before the next one is made
             request.kv = adapter.new_kv(request.capacity)
             request.logits = adapter.forward_plain(torch.tensor(token_ids), request.kv)

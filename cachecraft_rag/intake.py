@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from cachecraft_rag.config import EngineConfig, RecomputeConfig, SamplingConfig
 from cachecraft_rag.errors import PromptTooLongError
@@ -41,11 +42,14 @@ class Intake:
         """The namespace of a call; ``None`` takes the engine's.
 
         Raises:
-            ValueError: It is empty.
+            ValueError: It is empty, or no text.
         """
-        if namespace == "":
-            raise ValueError("namespace: '' is empty; give a name, or None for the engine's own")
-        return self._config.namespace if namespace is None else namespace
+        if namespace is None:
+            return self._config.namespace
+        if not _is_text(namespace) or not namespace:
+            what = "empty" if namespace == "" else "no text"
+            raise ValueError(f"namespace: {namespace!r} is {what}; give a name, or None for the engine's own")
+        return namespace
 
     def take(
         self,
@@ -66,8 +70,10 @@ class Intake:
             raise TypeError(
                 f"prompt: {type(prompt).__name__} is no RagPrompt; see RagPrompt.from_text and from_messages"
             )
-        namespace, recompute = self.namespace(namespace), recompute or self._config.recompute
+        namespace = self.namespace(namespace)
+        recompute = self._config.recompute if recompute is None else RecomputeConfig.model_validate(recompute)
         goal, deviation = self.quality.goal(recompute), self.quality.deviation(recompute)
+        since = self._library.forgetting.count(namespace)
         self._library.register(prompt.chunks, namespace)
         encoded = self._prompts.encode(prompt, self._library.registry, namespace, self._library.auto_chunks)
         num_tokens = len(encoded.token_ids)
@@ -78,4 +84,33 @@ class Intake:
                 raise PromptTooLongError(num_tokens, self._context_window)
             room = min(sampling.max_new_tokens, self._context_window - num_tokens)
             sampling = sampling.model_copy(update={"max_new_tokens": room})
-        return Request(encoded, sampling, recompute, namespace, started, goal, deviation, prompt.question)
+        return Request(encoded, sampling, recompute, namespace, started, goal, deviation, since, prompt.question)
+
+
+def as_texts(texts: Iterable[str]) -> list[str]:
+    """Several texts as a list.
+
+    Raises:
+        ValueError: It is one string, which would be read as one text per character, or holds something else.
+    """
+    if isinstance(texts, str):
+        raise ValueError(f"texts: {texts[:40]!r} is one string; give a list of strings")
+    listed = list(texts)
+    for index, text in enumerate(listed):
+        if not _is_text(text):
+            raise ValueError(f"texts[{index}]: {text!r} is no string; give a list of strings")
+    return listed
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Refuse a time limit that is none.
+
+    Raises:
+        ValueError: It is no number above 0.
+    """
+    if timeout_s is not None and (_is_text(timeout_s) or not timeout_s > 0):
+        raise ValueError(f"timeout_s: {timeout_s!r} is not above 0; give seconds, or None for no limit")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)

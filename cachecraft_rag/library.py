@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-import numpy as np
 from tqdm.auto import tqdm
 
 from cachecraft_rag.attention_record import ChunkRecorder
@@ -17,8 +16,9 @@ from cachecraft_rag.chunk_kv import ChunkKV, LayeredKV
 from cachecraft_rag.config import EngineConfig, RecomputeConfig
 from cachecraft_rag.document_texts import DocumentTexts
 from cachecraft_rag.encoder import ChunkEncoder
+from cachecraft_rag.forgetting import Forgetting
 from cachecraft_rag.history import AnswerHistory
-from cachecraft_rag.keys import ChunkKey, KeyMaker, context_hash, tokenizer_fingerprint
+from cachecraft_rag.keys import ChunkKey, KeyMaker, tokenizer_fingerprint
 from cachecraft_rag.look_up import LookUp
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.model_state import ModelState
@@ -27,7 +27,7 @@ from cachecraft_rag.prompt import EncodedPrompt, PromptEncoder
 from cachecraft_rag.prompt_heads import PromptHeads
 from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.registry import ChunkRegistry
-from cachecraft_rag.request_chunk import RequestChunk, WholeChunk
+from cachecraft_rag.request_chunk import RequestChunk, request_chunks
 from cachecraft_rag.similar import SimilarQuestions
 from cachecraft_rag.single_flight import SingleFlight
 from cachecraft_rag.store import ChunkStore
@@ -44,6 +44,7 @@ class ChunkLibrary:
         prompts: The tokenizer.
         config: Namespace, canonical prefix, sizes.
         store: Where KV is kept.
+        max_tokens: Longest run of tokens for which the model's rotation is fixed; ``None`` for any length.
 
     Attributes:
         registry: Chunk texts that are looked for in prompts.
@@ -51,6 +52,7 @@ class ChunkLibrary:
         store: As given.
         history: What earlier answers looked at, where a policy asks for it.
         questions: What earlier questions looked at; ``None`` where that is not asked for.
+        forgetting: Keeps what is forgotten from being stored again by requests that began before.
     """
 
     def __init__(
@@ -60,13 +62,16 @@ class ChunkLibrary:
         prompts: PromptEncoder,
         config: EngineConfig,
         store: ChunkStore,
+        max_tokens: int | None = None,
     ) -> None:
         self.registry = ChunkRegistry(config.max_chunks)
         self.auto_chunks = AutoChunks(config.max_chunks) if config.auto_chunks else None
         self.store = store
         self.history = AnswerHistory()
+        self.forgetting = Forgetting()
         self.questions: SimilarQuestions | None = None
         self._adapter, self._state, self._prompts, self._config = adapter, state, prompts, config
+        self._max_tokens = max_tokens
         self._tokenizer_fingerprint = tokenizer_fingerprint(prompts.tokenizer)
         self._document_texts = DocumentTexts(config.max_chunks)
         self._heads = PromptHeads(store)
@@ -74,6 +79,7 @@ class ChunkLibrary:
         self._look_up = LookUp(store, self._variants)
         self._flight: SingleFlight[ChunkKey, ChunkKV] = SingleFlight()
         self._fingerprint = ""
+        self._is_closed = False
         self._encoder = self._new_encoder()
 
     def register(self, texts: Sequence[str], namespace: str, document_id: str | None = None) -> int:
@@ -83,22 +89,35 @@ class ChunkLibrary:
         return self.registry.register(texts, namespace)
 
     def warm(self, texts: Sequence[str], namespace: str, show_progress: bool, static: bool) -> int:
-        """Compute and store what is not stored yet, sensitivity included; returns how many chunks were computed."""
+        """Compute and store what is not stored yet, sensitivity included; returns how many chunks were computed.
+
+        A chunk so long that no prompt with it can reuse anything is left out.
+        """
         keys, encoder = self._keys(namespace), self._encoder
+        since = self.forgetting.count(namespace)
+        longest = None if self._max_tokens is None else self._max_tokens - encoder.context_tokens
         computed = 0
         for text in tqdm(texts, desc="chunks", unit="chunk", disable=not show_progress):
+            if self._is_closed:
+                break
             token_ids = self._prompts.encode_chunk(text.strip())
             key = keys.key(token_ids, encoder.context)
             self._link(text, key)
-            if token_ids and not self.store.contains(key):
-                computed += self._keep(key, encoder.encode(token_ids, with_sensitivity=True), static)
+            if not token_ids or (longest is not None and len(token_ids) > longest):
+                continue
+            if not self.store.touch(key):  # or the chunks that are new would push it out
+                computed += self._keep(key, encoder.encode(token_ids, with_sensitivity=True), since, static)
+            elif static and (stored := self.store.get(key)) is not None:
+                is_measured = stored.sensitivity is not None
+                self._keep(key, stored if is_measured else encoder.measure(stored), since, static=True)
         release_workers()
         return computed
 
-    def keep_new_parts(self, namespace: str) -> None:
+    def keep_new_parts(self, namespace: str, since: int) -> None:
         """Compute and store the text nobody registered that prompts of the namespace held for the first time."""
-        if self.auto_chunks is not None:
-            self.warm(self.auto_chunks.take_new(namespace), namespace, show_progress=False, static=False)
+        new = [] if self.auto_chunks is None else self.auto_chunks.take_new(namespace)
+        if self.forgetting.count(namespace) == since:
+            self.warm(new, namespace, show_progress=False, static=False)
 
     def is_stored(self, texts: Sequence[str], namespace: str) -> list[bool]:
         """Whether KV of each text is stored, made behind whatever; nothing is read, and it counts as no use."""
@@ -134,21 +153,27 @@ class ChunkLibrary:
 
     def clear(self, namespace: str) -> int:
         """Forget everything in a namespace; returns how many entries were dropped."""
-        self._document_texts.clear(namespace)
-        self.registry.clear(namespace)
-        self.history.clear(namespace)
+        for known in (self._document_texts, self.registry, self.history, self.auto_chunks):
+            if known is not None:
+                known.clear(namespace)
         self._heads.forget(namespace)
-        if self.auto_chunks is not None:
-            self.auto_chunks.clear(namespace)
         if self.questions is not None:
             self.questions.forget(namespace)
         return self.store.clear(namespace)
 
     def look_up(
-        self, encoded: EncodedPrompt, namespace: str, lazily: bool = True, alpha: float | None = None
+        self,
+        encoded: EncodedPrompt,
+        namespace: str,
+        lazily: bool = True,
+        alpha: float | None = None,
+        since: int | None = None,
     ) -> list[RequestChunk]:
-        """The chunks of a namespace's prompt, with the stored KV that was found; see ``LookUp.find``."""
-        chunks = self._request_chunks(encoded, namespace, None if alpha is None else 1.0)
+        """The chunks of a namespace's prompt, with the stored KV that was found; see ``LookUp.find``.
+
+        ``since`` is ``Forgetting.count`` when the prompt came, now by default.
+        """
+        chunks = self._request_chunks(encoded, namespace, None if alpha is None else 1.0, since)
         self._look_up.find(chunks, lazily, alpha)
         return chunks
 
@@ -158,22 +183,15 @@ class ChunkLibrary:
         self._look_up.find_exact(chunks)
         return chunks
 
-    def _request_chunks(self, encoded: EncodedPrompt, namespace: str, cfo: float | None = None) -> list[RequestChunk]:
+    def _request_chunks(
+        self, encoded: EncodedPrompt, namespace: str, cfo: float | None = None, since: int | None = None
+    ) -> list[RequestChunk]:
         """The chunks of a prompt before anything is looked up; ``cfo`` is that of what is not found."""
-        keys, canonical = self._keys(namespace), self._encoder.context
-        token_ids = np.asarray(encoded.token_ids, dtype=np.int32)
-        chunks: list[RequestChunk] = []
-        for span in encoded.spans:
-            ids = encoded.token_ids[span.start : span.end]
-            context, whole = context_hash(token_ids[: span.start]), None
-            if span.piece is not None:
-                names = [keys.key(span.piece.token_ids, behind) for behind in (context, canonical)]
-                whole = WholeChunk(span.piece.token_ids, span.piece.start, *names)
-            exact_key, key = (keys.key(ids, behind) for behind in (context, canonical))
-            preceding = tuple(chunk.exact_key.chunk for chunk in chunks)
-            chunks.append(RequestChunk(ids, exact_key, key, preceding=preceding, cfo=cfo, whole=whole))
+        since = self.forgetting.count(namespace) if since is None else since
+        chunks = request_chunks(encoded, self._keys(namespace), self._encoder.context, cfo, since)
+        for span, chunk in zip(encoded.spans, chunks, strict=True):
             for origin in span.origins or (span.text,):
-                self._link(origin, key if whole is None else whole.key)
+                self._link(origin, chunk.key if chunk.whole is None else chunk.whole.key)
         return chunks
 
     def _link(self, text: str, key: ChunkKey) -> None:
@@ -191,9 +209,10 @@ class ChunkLibrary:
         """Exact KV of what a prompt begins with; see ``PromptHeads``."""
         return self._heads.find(encoded, self._keys(namespace))
 
-    def keep_head(self, encoded: EncodedPrompt, namespace: str, kv: PromptKV) -> int:
+    def keep_head(self, encoded: EncodedPrompt, namespace: str, kv: PromptKV, since: int) -> int:
         """Keep what a prompt and an earlier one begin with; returns how many tokens were stored."""
-        return self._heads.learn(encoded, self._keys(namespace), kv)
+        with self.forgetting.keeping(namespace, since) as is_wanted:
+            return self._heads.learn(encoded, self._keys(namespace), kv) if is_wanted and not self._is_closed else 0
 
     def settle(self, chunks: Sequence[RequestChunk]) -> None:
         """Move what was read from slow tiers for a request to memory."""
@@ -231,7 +250,7 @@ class ChunkLibrary:
             chunk_kv = self._encoder.encode(chunk.token_ids, with_sensitivity)
             self.store.computed(chunk_kv.num_tokens, time.perf_counter() - started)
             counts["computed"] += chunk_kv.num_tokens * (self._encoder.num_passes if with_sensitivity else 1)
-            counts["stored"] += chunk_kv.num_tokens if self._keep(chunk.key, chunk_kv) else 0
+            counts["stored"] += chunk_kv.num_tokens if self._keep(chunk.key, chunk_kv, chunk.since) else 0
         return chunk_kv
 
     def keep_exact(self, plan: RequestPlan, chunks: Sequence[RequestChunk], kv: PromptKV) -> int:
@@ -246,7 +265,7 @@ class ChunkLibrary:
                 self._note_piece(chunk)
                 keys, values = kv.slice(planned.start, planned.end)
                 exact = ChunkKV(keys, values, chunk.token_ids, planned.start)
-                num_stored += self._keep(chunk.exact_key, exact) * exact.num_tokens
+                num_stored += self._keep(chunk.exact_key, exact, chunk.since) * exact.num_tokens
         return num_stored
 
     def keep_variants(
@@ -273,39 +292,39 @@ class ChunkLibrary:
             Tokens whose KV was stored.
         """
         num_stored, counts = 0, Counter[str]()
-        exact = dict.fromkeys(plan.computed_exactly)
         for chunk in chunks:
             self._note_piece(chunk)  # others are kept behind it
-        for namespace in {chunk.exact_key.namespace for chunk in chunks}:
-            behind = {chunks[index].exact_key.chunk: chunks[index].preceding for index in exact}
-            self._variants.note_traces(namespace, behind)
-        for index, (planned, chunk) in enumerate(zip(plan.chunks, chunks, strict=True)):
-            if index in exact:
-                assert recorder is not None
-                info, paid = recorder.variant(index, chunk.prefix)
-                tensors = kv.slice(planned.start, planned.end)
-                made = ChunkKV(*tensors, chunk.token_ids, planned.start, variant=info, inter_attention=paid)
-                is_kept = self._variants.keep(chunk.exact_key, made, recompute.alpha, recompute.max_variants)
-                num_stored += made.num_tokens * is_kept
-            elif chunk.chunk_kv is None and not chunk.is_declined:
+        if recorder is not None:
+            num_stored = self._variants.keep_computed(plan, chunks, kv, recorder, recompute, self.forgetting)
+        for index, chunk in enumerate(chunks):
+            if index not in plan.computed_exactly and chunk.chunk_kv is None and not chunk.is_declined:
                 self._flight.run(chunk.key, partial(self._encode, chunk, False, counts))
         return num_stored + counts["stored"]
 
     def measure_new(self, chunks: Sequence[RequestChunk]) -> None:
-        """Measure the sensitivity of chunks that are stored without it."""
+        """Measure the sensitivity of chunks that are stored without it, if they were made behind our own contexts."""
         for chunk in chunks:
-            stored = None if chunk.is_exact else self.store.get(chunk.key)
+            is_ours = chunk.key.context == self._encoder.context
+            stored = self.store.get(chunk.key) if is_ours and not chunk.is_exact else None
             if stored is not None and stored.sensitivity is None and chunk.part_of(chunk.key, stored):
-                self._keep(chunk.key, self._encoder.measure(stored))
+                self._keep(chunk.key, self._encoder.measure(stored), chunk.since)
+
+    @property
+    def context_tokens(self) -> int:
+        """How many tokens chunks are computed behind at most, when they are computed alone."""
+        return self._encoder.context_tokens
 
     def close(self) -> None:
-        """Release the stored KV."""
+        """Release the stored KV; what is still being computed is not kept."""
+        self._is_closed = True
         self._encoder = self._new_encoder()  # without the KV of its prefix
         self.store.close()
 
-    def _keep(self, key: ChunkKey, chunk_kv: ChunkKV, static: bool = False) -> bool:
-        is_canonical = key.context == self._encoder.context
-        return self.store.put(key, chunk_kv, static=static, cfo=self._config.recompute.ratio if is_canonical else 0.0)
+    def _keep(self, key: ChunkKey, chunk_kv: ChunkKV, since: int, static: bool = False) -> bool:
+        """Store an entry, unless something was forgotten since its chunk was looked up; whether it is kept."""
+        cfo = self._config.recompute.ratio if key.context == self._encoder.context else 0.0
+        with self.forgetting.keeping(key.namespace, since) as is_wanted:
+            return is_wanted and not self._is_closed and self.store.put(key, chunk_kv, static=static, cfo=cfo)
 
     def _chunks(self, texts: Iterable[str], namespace: str) -> list[str]:
         """``ChunkKey.chunk`` of texts."""
@@ -326,14 +345,3 @@ class ChunkLibrary:
 def _pieces_of(chunk: str) -> str:
     """Name under which the pieces of a chunk that were stored by themselves are kept among the documents."""
     return f"\0pieces {chunk}"
-
-
-def as_texts(texts: Iterable[str]) -> list[str]:
-    """Several texts as a list.
-
-    Raises:
-        ValueError: It is one string, which would be read as one text per character.
-    """
-    if isinstance(texts, str):
-        raise ValueError(f"texts: {texts[:40]!r} is one string; give a list of strings")
-    return list(texts)

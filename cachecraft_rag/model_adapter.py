@@ -36,7 +36,8 @@ class ModelAdapter:
         config: Its text configuration.
         device: Device of its embeddings.
         num_layers: Number of layers that the configuration names.
-        windows: Sliding window per layer in tokens; ``None`` for full attention.
+        windows: Sliding window per layer in tokens, as the configuration has them; ``None`` for full attention.
+            ``probe`` takes out those that the model does not look at.
     """
 
     def __init__(self, model: Any) -> None:
@@ -172,19 +173,20 @@ class ModelAdapter:
         return self._forward_rows(token_ids, positions, kv, None, every_row=True)
 
     @torch.inference_mode()
-    def forward_plain(self, token_ids: torch.Tensor, kv: PromptKV) -> torch.Tensor:
+    def forward_plain(self, token_ids: torch.Tensor, kv: PromptKV, window: int | None = None) -> torch.Tensor:
         """Ordinary prefill of a whole prompt with the model's own attention and masks: the reference.
 
         Args:
             token_ids: ``[num_tokens]`` int64.
             kv: An empty buffer; holds the prompt's KV afterwards.
+            window: What is written in the place of every sliding window of the model meanwhile; ``None`` leaves them.
 
         Returns:
             Logits of the last token, ``[vocab_size]`` float32.
         """
         end = token_ids.numel()
         layers: list[Any] = [BufferLayer(kv, layer_idx, None, 0, end) for layer_idx in range(self.num_layers)]
-        with self._lock:
+        with self._lock, self._windows_set_to(window):
             logits = self._call(token_ids[None], torch.arange(end)[None], Cache(layers=layers))[0, -1]
         kv.length = end
         return logits
@@ -230,6 +232,19 @@ class ModelAdapter:
         if context.calls != self.num_layers:
             raise RuntimeError(f"{context.calls} of {self.num_layers} layers used the registered attention function")
 
+    @contextmanager
+    def _windows_set_to(self, window: int | None) -> Iterator[None]:
+        """Overwrite the sliding windows of the configurations and of the modules that keep one of their own."""
+        holders = [] if window is None else [*self._configs, *self.model.modules()]
+        before = [(holder, holder.sliding_window) for holder in holders if _has_window(holder)]
+        try:
+            for holder, _ in before:
+                holder.sliding_window = window
+            yield
+        finally:
+            for holder, own in before:
+                holder.sliding_window = own
+
     def _base_attention(self) -> str:
         """``"sdpa"`` or ``"eager"``: what a row's attention must equal. Kernels that only differ in speed use sdpa."""
         return "eager" if self.config._attn_implementation == "eager" else "sdpa"
@@ -246,6 +261,10 @@ class ModelAdapter:
             for config, name in zip(self._configs, before, strict=True):
                 config._attn_implementation = name
             set_pass(None)
+
+
+def _has_window(holder: Any) -> bool:
+    return isinstance(getattr(holder, "sliding_window", None), int)
 
 
 def _windows(config: Any, num_layers: int) -> tuple[int | None, ...]:

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 import torch.nn.modules.module as torch_modules
 
+from cachecraft_rag.capability import LENGTH_DEPENDENT_ROPE_KINDS, rope_kinds
 from cachecraft_rag.keys import model_fingerprint
 
 _SAMPLES_PER_DIMENSION = 3
+# What PEFT keeps beside tensors and yet computes with: plain numbers, by name of the adapter.
+_OF_AN_ADAPTER = ("merged_adapters", "scaling", "use_dora", "use_rslora")
 
 
 class ModelState:
@@ -25,6 +28,8 @@ class ModelState:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        # By the length of the prompt, in every forward pass; the configuration says how.
+        self._rewrites_frequencies = bool(rope_kinds(model.config.get_text_config()) & LENGTH_DEPENDENT_ROPE_KINDS)
         self._signature: object = None
         self._fingerprint = ""
 
@@ -37,10 +42,14 @@ class ModelState:
             self._signature = signature
         return self._fingerprint
 
+    def soft_prompted(self) -> Any | None:
+        """The model with its soft prompt (PEFT prompt learning), when one is active."""
+        peft = getattr(self._model, "active_peft_config", None)
+        return self._model if getattr(peft, "is_prompt_learning", False) else None
+
     def intervention(self) -> str | None:
         """Why nothing may be stored or reused just now; ``None`` when the model runs undisturbed."""
-        peft = getattr(self._model, "active_peft_config", None)
-        if getattr(peft, "is_prompt_learning", False):
+        if self.soft_prompted() is not None:
             return "a soft prompt (PEFT prompt learning) is active"
         if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
             return "a forward hook on every module of the process may change activations"
@@ -53,16 +62,20 @@ class ModelState:
         return None
 
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [*self._model.named_parameters(), *self._model.named_buffers()]
+        buffers = list(self._model.named_buffers())
+        if self._rewrites_frequencies:
+            buffers = [(name, buffer) for name, buffer in buffers if not name.endswith("inv_freq")]
+        return [*self._model.named_parameters(), *buffers]
 
     def _adapters(self) -> str:
-        """Which adapters are switched on, layer by layer (PEFT's attributes; empty without adapters)."""
+        """Which adapters are switched on and how strongly, layer by layer (PEFT's attributes; empty without any)."""
         states = []
         for name, module in self._model.named_modules():
             if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters"):
                 active, disabled = module.active_adapters, module.disable_adapters
                 if not callable(active):
-                    states.append(f"{name}:{active}:{disabled}:{getattr(module, 'merged_adapters', None)}")
+                    others = (getattr(module, attribute, None) for attribute in _OF_AN_ADAPTER)
+                    states.append(":".join(map(str, (name, active, disabled, *others))))
         return ";".join(states)
 
     def _take_signature(self) -> object:

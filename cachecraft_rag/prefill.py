@@ -34,7 +34,7 @@ class PrefillResult:
         logits: Logits of the prompt's last token, ``[vocab_size]`` float32; ``None`` when reuse was refused.
         plan: The plan as it was carried out: with the budget that the goal led to.
         refusal: Why the prompt must be prefilled in full; ``None`` when it was computed.
-        residual: What the scores of the tokens left as they are add up to; ``None`` where the policy gave no scores.
+        residual: What the scores of the tokens left as they are add up to; ``None`` where the policy gave none.
         predicted_divergence: What the calibration makes of it; ``None`` without one.
         selected: Positions of the chunk tokens that were computed again, ``[num_selected]`` int64, increasing.
         scores: What the policy gave the tokens of every chunk, ``[num_tokens]`` float32 each, ``None`` for a chunk
@@ -153,7 +153,8 @@ def _choose(
     context = make_context()
     if not isinstance(policy, ScoringPolicy):
         return _Choice(plan, None, None, None, positions[policy.select(context)])
-    hint = None if asked is None else asked.hint
+    # A target is met by what the scores add up to, which those of another prompt don't tell.
+    hint = None if asked is None or target is not None else asked.hint
     scores, own = _scores(policy, context, hint)
     found = () if asked is None or own is None else candidates.by_chunk(own), hint is not None
     left = residuals(scores)
@@ -164,8 +165,9 @@ def _choose(
             refusal = f"predicted divergence {least:.4g} above the target {target:.4g}"
             return _Choice(plan.with_budget(num_candidates), refusal, 0.0, 0.0, positions[:0], *found)
         plan = plan.with_budget(budget)
-    residual = float(left[plan.budget])
-    predicted = None if goal is None else goal.calibration.predict(residual)
+    # Scores of an earlier question are shares of another prompt's: they rank tokens, and add up to nothing.
+    residual = None if own is None else float(left[plan.budget])
+    predicted = None if goal is None or residual is None else goal.calibration.predict(residual)
     return _Choice(plan, None, residual, predicted, positions[top_candidates(scores, plan.budget)], *found)
 
 
@@ -245,7 +247,7 @@ def _offset(
     return Offset(
         candidates.positions,
         candidates.chunk_index,
-        candidates.sensitivity,
+        candidates.comparable_sensitivity,
         selected,
         rows,
         rope.layers,

@@ -71,13 +71,17 @@ class Prefiller:
             self._library.settle(request.chunks)
 
     def learn(self, request: Request) -> None:
-        """After a complete answer: measure new chunks' sensitivity, keep KV that turned out exact, store new text."""
+        """After a complete answer: measure new chunks' sensitivity, keep KV that turned out exact, store new text.
+
+        Nothing of that where something was forgotten meanwhile, which the request may hold.
+        """
         with request.timed("store_s"):
-            self._keep_what_was_learnt(request)
+            if self._library.forgetting.count(request.namespace) == request.since:
+                self._keep_what_was_learnt(request)
             is_reference = request.figures.get("fallback_reason") == _REFERENCE
             # Whether the model is undisturbed takes a look at every module, so that is asked last.
             if self._library.auto_chunks is not None and not is_reference and self.reason(0) is None:
-                self._library.keep_new_parts(request.namespace)
+                self._library.keep_new_parts(request.namespace, request.since)
 
     def is_batchable(self, request: Request) -> bool:
         """Whether its rows may be computed in one pass with those of others, and still be what they are alone.
@@ -102,7 +106,7 @@ class Prefiller:
         ratio = {"none": 0.0, "all": 1.0}.get(policy.name, request.recompute.ratio)
         with request.timed("load_s"):
             alpha = request.recompute.alpha if policy.name == "inter_attention" else None
-            request.chunks = self._library.look_up(request.encoded, request.namespace, lazily, alpha)
+            request.chunks = self._library.look_up(request.encoded, request.namespace, lazily, alpha, request.since)
             head = self._library.find_head(request.encoded, request.namespace)
             request.count_lookups()
             request.watch_answer(self._library.history, self._adapter.num_layers)
@@ -144,11 +148,11 @@ class Prefiller:
             return 0.0
         chunks = [chunk.exact_key.chunk for chunk in request.chunks]
         lengths = [len(chunk.token_ids) for chunk in request.chunks]
-        request.asked = questions.ask(request.question, request.namespace, chunks, lengths)
+        request.asked = questions.ask(request.question, request.namespace, request.recompute.policy, chunks, lengths)
         return time.perf_counter() - started
 
     def _full_prefill(self, request: Request, reason: str) -> None:
-        full_prefill(self._adapter, request, reason, in_buffer=self._capability.reason is None)
+        full_prefill(self._adapter, request, reason, self._capability.reason is None, self._state.soft_prompted())
 
     def _keep_what_was_learnt(self, request: Request) -> None:
         plan, kv = request.plan, request.kv
@@ -159,7 +163,9 @@ class Prefiller:
             request.figures["stored_tokens"] += kept
         elif plan.ratio >= 1.0 and self._config.keep_exact:
             request.figures["stored_tokens"] += self._library.keep_exact(plan, request.chunks, kv)
-        request.figures["stored_tokens"] += self._library.keep_head(request.encoded, request.namespace, kv)
+        request.figures["stored_tokens"] += self._library.keep_head(
+            request.encoded, request.namespace, kv, request.since
+        )
         if request.watch is not None:
             request.watch.keep()
         if request.asked is not None and self._library.questions is not None:

@@ -38,6 +38,7 @@ class Request:
         started: ``time.perf_counter()`` at the call.
         goal: How its ratio is chosen and its divergence predicted; ``None`` for the ratio of ``recompute``.
         deviation: Predicts deviations, where the policy asks for that.
+        since: ``Forgetting.count`` of the namespace at the call.
         question: The user's question, where the prompt names it.
         asked: The same with what is known from similar ones, where these are looked for.
         figures: Fields of ``RequestStats`` as they become known.
@@ -57,6 +58,7 @@ class Request:
     started: float
     goal: Goal | None = None
     deviation: DeviationModel | None = None
+    since: int = 0
     question: str = ""
     asked: AskedQuestion | None = None
     figures: dict[str, Any] = field(default_factory=dict)

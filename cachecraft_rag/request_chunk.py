@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from cachecraft_rag.chunk_kv import LayeredKV
-from cachecraft_rag.keys import ChunkKey
+from cachecraft_rag.keys import ChunkKey, KeyMaker, context_hash
 from cachecraft_rag.piece_kv import PieceKV
 from cachecraft_rag.plan import RequestPlan, make_plan
 from cachecraft_rag.prompt import EncodedPrompt
@@ -50,6 +52,7 @@ class RequestChunk:
         preceding: ``ChunkKey.chunk`` of the chunks before it.
         cfo: Share of its tokens to recompute, where variants are chosen by it.
         whole: What it is a piece of; ``None`` for a whole chunk.
+        since: ``Forgetting.count`` of its namespace when it was looked for.
     """
 
     token_ids: tuple[int, ...]
@@ -61,6 +64,7 @@ class RequestChunk:
     preceding: tuple[str, ...] = ()
     cfo: float | None = None
     whole: WholeChunk | None = None
+    since: int = 0
 
     @property
     def prefix(self) -> Prefix:
@@ -91,6 +95,32 @@ class RequestChunk:
             return kv if kv.matches(self.token_ids) else None
         start = self.whole.start
         return PieceKV(kv, start, start + len(self.token_ids)) if kv.matches(self.whole.token_ids) else None
+
+
+def request_chunks(
+    encoded: EncodedPrompt, keys: KeyMaker, canonical: str, cfo: float | None, since: int
+) -> list[RequestChunk]:
+    """The chunks of a prompt before anything is looked up.
+
+    Args:
+        encoded: The prompt.
+        keys: Keys of its namespace.
+        canonical: ``ChunkKey.context`` of what is computed alone.
+        cfo: CFO of what is not found.
+        since: ``Forgetting.count`` of the namespace.
+    """
+    token_ids = np.asarray(encoded.token_ids, dtype=np.int32)
+    chunks: list[RequestChunk] = []
+    for span in encoded.spans:
+        ids = encoded.token_ids[span.start : span.end]
+        context, whole = context_hash(token_ids[: span.start]), None
+        if span.piece is not None:
+            names = [keys.key(span.piece.token_ids, behind) for behind in (context, canonical)]
+            whole = WholeChunk(span.piece.token_ids, span.piece.start, *names)
+        exact_key, key = (keys.key(ids, behind) for behind in (context, canonical))
+        preceding = tuple(chunk.exact_key.chunk for chunk in chunks)
+        chunks.append(RequestChunk(ids, exact_key, key, preceding=preceding, cfo=cfo, whole=whole, since=since))
+    return chunks
 
 
 def plan_request(

@@ -56,6 +56,7 @@ class AskedQuestion:
 
     Attributes:
         namespace: Whose question.
+        policy: What scores it; those of another policy are no hint.
         vector: Its embedding, of length 1.
         hint: What an earlier one tells about its chunks.
         scores: What was found out about them now: scores of their tokens, ``[num_tokens]`` each, by ``ChunkKey.chunk``;
@@ -63,6 +64,7 @@ class AskedQuestion:
     """
 
     namespace: str
+    policy: str
     vector: Vector
     hint: Hint | None = None
     scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class AskedQuestion:
 @dataclass(frozen=True, eq=False)
 class _Earlier:
     namespace: str
+    policy: str
     vector: Vector
     scores: Mapping[str, torch.Tensor]
     nbytes: int = field(init=False)
@@ -103,6 +106,19 @@ class SimilarQuestions:
         self._has_warned = False
         self._lock = threading.Lock()
 
+    @classmethod
+    def of(cls, embed: Embed | None, config: SimilarConfig) -> SimilarQuestions | None:
+        """What settings ask for; ``None`` where that is nothing.
+
+        Raises:
+            ValueError: Similar questions are to be looked for, but there is no embedding.
+        """
+        if not config.enabled:
+            return None
+        if embed is None:
+            raise ValueError("embed: None, but similar_questions is enabled; give a function from texts to vectors")
+        return cls(embed, config)
+
     def __len__(self) -> int:
         return len(self._questions)
 
@@ -111,12 +127,15 @@ class SimilarQuestions:
         """Bytes of all that is kept."""
         return self._nbytes
 
-    def ask(self, question: str, namespace: str, chunks: Sequence[str], lengths: Sequence[int]) -> AskedQuestion | None:
+    def ask(
+        self, question: str, namespace: str, policy: str, chunks: Sequence[str], lengths: Sequence[int]
+    ) -> AskedQuestion | None:
         """Embed a question and look for a similar one about the same chunks.
 
         Args:
             question: Its text.
             namespace: Whose question.
+            policy: What will score it.
             chunks: ``ChunkKey.chunk`` of the chunks of its prompt.
             lengths: Their lengths in tokens.
 
@@ -126,9 +145,9 @@ class SimilarQuestions:
         vector = self._vector(question)
         if vector is None:
             return None
-        asked = AskedQuestion(namespace, vector)
+        asked = AskedQuestion(namespace, policy, vector)
         with self._lock:
-            number, similarity = self._best(vector, namespace, set(chunks))
+            number, similarity = self._best(vector, namespace, set(chunks), policy)
             if number is not None:
                 found = [self._questions[number].scores.get(chunk) for chunk in chunks]
                 scores = [None if s is None or s.numel() != n else s for s, n in zip(found, lengths, strict=True)]
@@ -151,7 +170,7 @@ class SimilarQuestions:
         if not asked.scores:
             return
         scores = {chunk: one.detach().to("cpu", torch.float32) for chunk, one in asked.scores.items()}
-        earlier = _Earlier(asked.namespace, asked.vector, scores)
+        earlier = _Earlier(asked.namespace, asked.policy, asked.vector, scores)
         with self._lock:
             self._questions[self._next_number] = earlier
             self._next_number += 1
@@ -167,12 +186,16 @@ class SimilarQuestions:
                 if earlier.namespace == namespace and (gone is None or not gone.isdisjoint(earlier.scores)):
                     self._drop(number)
 
-    def _best(self, vector: Vector, namespace: str, chunks: Set[str] = frozenset()) -> tuple[int | None, float]:
+    def _best(
+        self, vector: Vector, namespace: str, chunks: Set[str] = frozenset(), policy: str | None = None
+    ) -> tuple[int | None, float]:
         """Of the questions that are similar enough, the one with the most of these chunks, then the most similar."""
         numbers = [
             number
             for number, earlier in self._questions.items()
-            if earlier.namespace == namespace and earlier.vector.shape == vector.shape
+            if earlier.namespace == namespace
+            and policy in (None, earlier.policy)
+            and earlier.vector.shape == vector.shape
         ]
         if not numbers:
             return None, 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 from queue import SimpleQueue
@@ -60,6 +61,7 @@ class StepRunner:
         self._arrived: SimpleQueue[Ticket] = SimpleQueue()
         self._waiting = WaitingLine()
         self._running: list[Ticket] = []
+        self._has_warned = False
         self._last_chunks: frozenset[tuple[str, str]] = frozenset()
         self.turns = Turns()
         self.open: set[Ticket] = set()
@@ -76,9 +78,10 @@ class StepRunner:
 
     def add(self, tickets: Sequence[Ticket]) -> None:
         """Put requests into line."""
-        self.open.update(tickets)
-        for ticket in tickets:
+        for _ in tickets:
             self._in_flight.__enter__()
+        self.open.update(tickets)  # from here on they may end
+        for ticket in tickets:
             self._arrived.put(ticket)
 
     def step(self) -> bool:
@@ -178,20 +181,34 @@ class StepRunner:
     def _finish(self, ticket: Ticket) -> None:
         assert ticket.answer is not None
         try:
-            self._prefiller.settle(ticket.request)
-            self._prefiller.learn(ticket.request)
-            if self._refinement is not None:
-                self._refinement.observe(ticket.request)
+            self._do_afterwards(ticket.request)
             self._leave(ticket, ticket.answer.result(), None)
         except Exception as error:
             self._leave(ticket, None, error)
 
+    def _do_afterwards(self, request: Request) -> None:
+        """What later requests gain by; no answer may be lost for it."""
+        observe = [] if self._refinement is None else [self._refinement.observe]
+        for learn in (self._prefiller.settle, self._prefiller.learn, *observe):
+            try:
+                learn(request)
+            except Exception as error:
+                if not self._has_warned:
+                    self._has_warned = True
+                    message = f"{type(error).__name__}: {error}; later errors of this kind are not told"
+                    warnings.warn(f"what an answer taught was not kept: {message}", UserWarning, stacklevel=2)
+
     def end(self, ticket: Ticket, error: Exception) -> None:
-        """Give a request up, wherever it stands."""
-        try:
-            self._prefiller.settle(ticket.request)
-        except Exception as settle_error:
-            error.__context__ = settle_error
+        """Give a request up, wherever it stands.
+
+        A cancelled one leaves the store alone: a garbage collection may have ended it, on a thread that holds the
+        store's locks.
+        """
+        if not ticket.is_cancelled:
+            try:
+                self._prefiller.settle(ticket.request)
+            except Exception as settle_error:
+                error.__context__ = settle_error
         self._leave(ticket, None, error)
 
     def _leave(self, ticket: Ticket, result: GenerationResult | None, error: Exception | None) -> None:

@@ -7,9 +7,15 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from cachecraft_rag.attention_record import ChunkRecorder
 from cachecraft_rag.cfo import cache_fix_overhead
 from cachecraft_rag.chunk_kv import ChunkKV
+from cachecraft_rag.config import RecomputeConfig
+from cachecraft_rag.forgetting import Forgetting
 from cachecraft_rag.keys import ChunkKey
+from cachecraft_rag.plan import RequestPlan
+from cachecraft_rag.prompt_kv import PromptKV
+from cachecraft_rag.request_chunk import RequestChunk
 from cachecraft_rag.store import ChunkStore
 from cachecraft_rag.variants import Prefix, VariantInfo, choose_variant, which_to_drop
 
@@ -120,6 +126,41 @@ class Variants:
         for name in doomed:
             self._store.remove(name)
         return key not in doomed
+
+    def keep_computed(
+        self,
+        plan: RequestPlan,
+        chunks: Sequence[RequestChunk],
+        kv: PromptKV,
+        recorder: ChunkRecorder,
+        recompute: RecomputeConfig,
+        forgetting: Forgetting,
+    ) -> int:
+        """Keep what a request computed exactly in place.
+
+        Args:
+            plan: The request's plan.
+            chunks: Its chunks.
+            kv: Its buffer.
+            recorder: What was recorded of ``plan.computed_exactly``.
+            recompute: Its settings.
+            forgetting: Whether a chunk was forgotten meanwhile.
+
+        Returns:
+            Tokens whose KV was stored.
+        """
+        exact = [(index, plan.chunks[index], chunks[index]) for index in plan.computed_exactly]
+        for namespace in {chunk.exact_key.namespace for chunk in chunks}:
+            self.note_traces(namespace, {chunk.exact_key.chunk: chunk.preceding for _, _, chunk in exact})
+        num_stored = 0
+        for index, planned, chunk in exact:
+            info, paid = recorder.variant(index, chunk.prefix)
+            tensors = kv.slice(planned.start, planned.end)
+            made = ChunkKV(*tensors, chunk.token_ids, planned.start, variant=info, inter_attention=paid)
+            with forgetting.keeping(chunk.exact_key.namespace, chunk.since) as is_wanted:
+                if is_wanted and self.keep(chunk.exact_key, made, recompute.alpha, recompute.max_variants):
+                    num_stored += made.num_tokens
+        return num_stored
 
     def remove_behind(self, namespace: str, chunk: str) -> int:
         """Drop the variants of other chunks that were made behind a chunk; returns how many."""

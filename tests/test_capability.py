@@ -146,3 +146,30 @@ def test_rope_kinds_are_read_from_flat_and_nested_settings() -> None:
     assert rope_kinds(config) == {"yarn"}
     config.rope_parameters = {"full_attention": {"rope_type": "linear"}, "sliding_attention": {"rope_type": "default"}}  # type: ignore[assignment]
     assert rope_kinds(config) == {"linear", "default"}
+
+
+def windowed(name: str, window: int) -> ModelAdapter:
+    adapter = ModelAdapter(make(name, sliding_window=window))
+    assert probe(adapter).reason is None
+    return adapter
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-neox", "glm"])
+def test_a_sliding_window_that_the_model_ignores_is_left_out(name: str) -> None:
+    adapter = windowed(name, 40)
+    assert set(adapter.windows) == {None}
+    token_ids = torch.randint(3, 200, (90,), generator=torch.Generator().manual_seed(1))
+    plain, rows = adapter.new_kv(90), adapter.new_kv(90)
+    expected = adapter.forward_plain(token_ids, plain)
+    assert torch.allclose(adapter.forward_rows(token_ids, torch.arange(90), rows), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2", "gemma3"])
+def test_a_sliding_window_that_the_model_uses_stays(name: str) -> None:
+    adapter = windowed(name, 40)
+    assert 40 in set(adapter.windows)
+    assert adapter.model.config.sliding_window == 40
+    token_ids = torch.randint(3, 200, (90,), generator=torch.Generator().manual_seed(1))
+    plain, rows = adapter.new_kv(90), adapter.new_kv(90)
+    expected = adapter.forward_plain(token_ids, plain)
+    assert torch.allclose(adapter.forward_rows(token_ids, torch.arange(90), rows), expected, atol=1e-4)

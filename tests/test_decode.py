@@ -212,3 +212,10 @@ def test_ids_that_end_an_answer_come_from_everywhere() -> None:
     model = SimpleNamespace(config=SimpleNamespace(eos_token_id=2))
     assert end_of_sequence_ids(model, SimpleNamespace(eos_token_id=None)) == {2}
     assert end_of_sequence_ids(SimpleNamespace(config=SimpleNamespace()), object()) == frozenset()
+
+
+def test_only_the_last_tokens_logits_are_computed_where_the_model_can_do_that() -> None:
+    model, rows = make("gpt2"), list[int]()
+    model.lm_head.register_forward_hook(lambda _, given, __: rows.append(given[0].shape[1]))
+    PlainDecoder(model, CPU).prefill(list(PROMPT))
+    assert rows == [1]

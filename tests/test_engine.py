@@ -27,7 +27,9 @@ from cachecraft_rag import (
 )
 from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.decode import end_of_sequence_ids
+from cachecraft_rag.encoder import ChunkEncoder
 from cachecraft_rag.keys import ChunkKey, tensor_bytes
+from cachecraft_rag.library import ChunkLibrary
 from cachecraft_rag.selection import POLICIES
 from tests.conftest import EngineMaker, passage, prefill_logits, rag_prompt
 from tests.tiny_models import FULL_PREFILL, make
@@ -549,11 +551,57 @@ class TestKeeping:
         engine = make_engine()
         engine.close()
         engine.close()
+        texts = [passage(1)]
+        for call in (engine.warm, engine.register, engine.is_stored, engine.prefetch, engine.invalidate):
+            with pytest.raises(RuntimeError, match="closed"):
+                call(texts)
         with pytest.raises(RuntimeError, match="closed"):
             engine.generate(rag_prompt(1))
 
+    @pytest.mark.parametrize("kind", ["measure", "keep_head"])
+    def test_an_answer_is_not_lost_with_what_it_teaches(
+        self, kind: str, make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = make_engine()
+        expected = engine.generate(rag_prompt(1, 2), reuse=False)
+
+        def fail(*_: Any) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+        monkeypatch.setattr(ChunkEncoder if kind == "measure" else ChunkLibrary, kind, fail)
+        exact = RecomputeConfig(ratio=1.0) if kind == "keep_head" else RecomputeConfig(ratio=0.999)
+        with pytest.warns(UserWarning, match="what an answer taught was not kept: OutOfMemoryError: no room"):
+            found = engine.generate(rag_prompt(1, 2), recompute=exact)
+        assert len(found.token_ids) == len(expected.token_ids)
+        stream = engine.stream(rag_prompt(3, 4), recompute=exact)
+        assert "".join(stream) == stream.result.text  # and without a second warning
+
 
 class TestBadInput:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"namespace": 5}, "namespace: 5 is no text"),
+            ({"namespace": ""}, "namespace: '' is empty"),
+            ({"timeout_s": "5"}, "timeout_s: '5' is not above 0"),
+            ({"timeout_s": 0}, "timeout_s: 0 is not above 0"),
+        ],
+    )
+    def test_bad_options_are_refused_by_name(
+        self, options: dict[str, Any], message: str, make_engine: EngineMaker
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            make_engine().generate(rag_prompt(1), **options)
+
+    def test_a_list_that_holds_something_else_than_texts_is_refused(self, make_engine: EngineMaker) -> None:
+        with pytest.raises(ValueError, match=r"texts\[1\]: 5 is no string"):
+            make_engine().warm(["a text", 5])  # type: ignore[list-item]
+
+    def test_settings_may_be_plain_values(self) -> None:
+        with CacheCraftEngine(make("llama"), byte_level(), {"max_new_tokens": 2}) as engine:  # type: ignore[arg-type]
+            found = engine.generate(rag_prompt(1), recompute={"ratio": 0.5})  # type: ignore[arg-type]
+            assert (len(found.token_ids), found.stats.ratio) == (2, 0.5)
+
     def test_a_prompt_over_the_context_window_names_both_numbers(self, make_engine: EngineMaker) -> None:
         engine = make_engine(context_window=64)
         num_tokens = len(engine.prompts.encode(rag_prompt(1)).token_ids)

@@ -28,7 +28,7 @@ MAX_LINES = 350
 # A package counts as one module here. Names of modules that are still to be written may stand in the table.
 LAYERS = (
     ("errors", "neutral_passages", "store_config", "settings_file", "stats"),
-    ("single_flight", "in_flight", "cancellation", "thread_workers"),
+    ("single_flight", "in_flight", "cancellation", "thread_workers", "forgetting"),
     ("config",),
     ("keys", "cfo", "variants", "deviation", "calibration"),
     ("rope", "attention", "attention_record", "sparse_attention", "history", "similar"),

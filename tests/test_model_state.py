@@ -261,3 +261,14 @@ def test_weights_that_are_not_there_are_reported() -> None:
 def test_one_missing_weight_is_enough(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.to("meta"))
     assert "offloaded" in str(ModelState(model).intervention())
+
+
+def test_the_strength_of_an_adapter_is_part_of_the_fingerprint() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(make("llama"), settings).eval()
+    state = ModelState(model)
+    before = state.fingerprint()
+    with peft.helpers.rescale_adapter_scale(model, 0.1):
+        assert state.fingerprint() != before
+    assert state.fingerprint() == before

@@ -315,3 +315,18 @@ async def test_tasks_decode_together_and_a_cancelled_one_ends_within_a_token(
     assert (await second).stats.output_tokens == 40
     assert len(ticket.answer._loop.token_ids) == drawn < 1500
     assert 2 in gate.sizes
+
+
+def test_whoever_drops_a_stream_never_waits_for_the_store(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    settled: list[object] = []
+    monkeypatch.setattr(engine.library, "settle", settled.append)
+    stream = engine.stream(rag_prompt(1, 2))
+    next(stream)
+    stream.close()  # as a garbage collection does, on a thread that may hold the store's locks
+    assert settled == []
+    for _ in engine.stream(rag_prompt(1, 2)):
+        continue
+    assert len(settled) == 1

@@ -30,8 +30,10 @@ def questions(max_bytes: int = 10**6, **options: Any) -> SimilarQuestions:
     return SimilarQuestions(embed, SimilarConfig(**options), max_bytes)
 
 
-def ask(known: SimilarQuestions, question: str, *chunks: str, namespace: str = "a", length: int = 2) -> AskedQuestion:
-    asked = known.ask(question, namespace, chunks, [length] * len(chunks))
+def ask(
+    known: SimilarQuestions, question: str, *chunks: str, namespace: str = "a", policy: str = "p", length: int = 2
+) -> AskedQuestion:
+    asked = known.ask(question, namespace, policy, chunks, [length] * len(chunks))
     assert asked is not None
     return asked
 
@@ -55,6 +57,12 @@ class TestKeeping:
         scores, has_score = hint.over(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1]))
         assert scores.tolist() == [0.0, 0.5, 0.25]
         assert has_score.tolist() == [False, True, True]
+
+    def test_one_that_another_policy_scored_tells_nothing(self) -> None:
+        known = questions()
+        remember(known, LEASE, "x", "y")
+        assert ask(known, SAME_LEASE, "x", "y", policy="another").hint is None
+        assert known.chunks_of(SAME_LEASE, "a") == ["x", "y"]  # its chunks are worth loading all the same
 
     def test_one_about_something_else_tells_nothing(self) -> None:
         known = questions()
@@ -135,7 +143,7 @@ class TestKeeping:
     ) -> None:
         known = SimilarQuestions(broken, SimilarConfig())
         with pytest.warns(UserWarning, match=says) as warned:
-            found = [known.ask(LEASE, "a", ["x"], [2]) for _ in range(3)]
+            found = [known.ask(LEASE, "a", "p", ["x"], [2]) for _ in range(3)]
         assert found == [None] * 3
         assert (len(warned), known.errors) == (1, 3)
 
