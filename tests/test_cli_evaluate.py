@@ -84,7 +84,7 @@ def test_ratios_may_be_those_of_the_chunks_and_answers_may_be_left_out(
         (("--policies", "nonsense"), "policies: 'nonsense'"),
         (("--ratios", "a,b"), "--ratios: 'a,b'"),
         (("--ratios", "2"), "amounts: 2"),
-        (("--memory", "many"), "is not a size"),
+        (("--memory", "many"), "--memory: 'many' is not a size"),
     ],
 )
 def test_bad_options_end_it_with_a_message(
@@ -94,6 +94,14 @@ def test_bad_options_end_it_with_a_message(
     assert text.startswith("Error: ")
     assert message in text
     assert not (tmp_path / "out").exists()
+
+
+def test_a_target_that_can_not_be_written_is_noticed_before_the_model_is_loaded(
+    questions: Path, tmp_path: Path
+) -> None:
+    text = run(tmp_path / "no-model", questions, "--out", questions, code=1)
+    assert "--out: " in text
+    assert "is a file; give a folder" in text
 
 
 def test_a_missing_file_and_a_missing_model_end_it_with_a_message(model: Path, questions: Path, tmp_path: Path) -> None:

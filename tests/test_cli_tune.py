@@ -6,12 +6,15 @@ import csv
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from cachecraft_rag import EngineConfig
 from cachecraft_rag.cli import app
+from cachecraft_rag.evaluate import curves as curves_module
+from cachecraft_rag.evaluate.curves import CurveMaker
 from tests.conftest import passage
 
 pytest.importorskip("matplotlib")
@@ -84,7 +87,8 @@ def test_it_recommends_and_writes_settings_that_an_engine_reads(model: Path, que
         (("--chunk-sizes", "a,b"), "--chunk-sizes: 'a,b'"),
         (("--chunk-sizes", "4000"), "chunk_sizes: none of 4000 fits"),
         (("--max-divergence", "0"), "max_divergence: 0"),
-        (("--memory", "many"), "is not a size"),
+        (("--chunk-sizes", "0"), "--chunk-sizes: 0: Input should be greater than or equal to 2"),
+        (("--memory", "many"), "--memory: 'many' is not a size"),
         (("--config", "none.json"), "none.json"),
         (("--calibration", "none.json"), "calibration: 'none.json'"),
     ],
@@ -103,6 +107,47 @@ def test_a_missing_extra_is_noticed_before_anything_is_computed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "cachecraft-rag[bench]" in run("tune", tmp_path / "no-model", questions, code=1)
+
+
+@pytest.mark.parametrize("option", ["--out", "--disk"])
+def test_a_target_that_can_not_be_written_is_noticed_before_the_model_is_loaded(
+    questions: Path, tmp_path: Path, option: str
+) -> None:
+    text = run("tune", tmp_path / "no-model", questions, option, questions, code=1)
+    assert f"{option}: " in text
+    assert "is a file; give a folder" in text
+
+
+def test_figures_of_a_chunk_size_that_does_not_fit_are_refused_before_the_first_question(
+    model: Path, questions: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("rouge_score")
+    out = tmp_path / "out"
+    options = ("--policies", "random", "--ratios", 0.5, "--questions", 1, "--max-new-tokens", 3, "--out", out)
+    text = run("evaluate", model, questions, *options, "--chunk-tokens", 100_000, "--figures", "--quick", code=1)
+    assert "--chunk-tokens: 100000 does not fit into " in text
+    assert not out.exists()
+    text = run("evaluate", model, questions, *options, "--chunk-tokens", 1, "--figures", "--quick", code=1)
+    assert "--chunk-tokens: 1: Input should be greater than or equal to 2" in text
+    assert not out.exists()
+
+
+def test_evaluate_gives_the_engines_of_its_figures_a_share_of_the_memory_each(
+    model: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rouge_score")
+    given: list[int] = []
+
+    class Recorded(CurveMaker):
+        def __init__(self, *arguments: Any, memory: int, **options: Any) -> None:
+            given.append(memory)
+            raise ValueError("enough was seen")
+
+    monkeypatch.setattr(curves_module, "CurveMaker", Recorded)
+    options = ("--policies", "random", "--ratios", 0.5, "--questions", 1, "--max-new-tokens", 3, "--memory", "64MiB")
+    text = run("evaluate", model, questions, *options, "--figures", "--quick", "--out", tmp_path / "out", code=1)
+    assert "enough was seen" in text
+    assert given == [16 * 2**20]  # for what chunks are computed behind there are four
 
 
 def test_evaluate_makes_the_same_curves_as_figures(model: Path, questions: Path, tmp_path: Path) -> None:

@@ -142,6 +142,28 @@ def test_a_sample_of_too_few_chunks_has_no_hot_share(make_engine: EngineMaker) -
         hot_share_curve(engine, chunks, ["What?"], (0.5,), RecomputeConfig(), per_request=2)
 
 
+def test_questions_that_are_too_long_are_left_out_of_every_curve(make_engine: EngineMaker) -> None:
+    long = Source("long", passage(7, 60), ("lease",), (passage(8, 3),))
+    extent = replace(SMALL, questions=3, loads=3)
+    made = CurveMaker(make_engine(context_window=600), [long, *sources()], extent, max_new_tokens=3)
+    assert len(made.questions(64)) == 3
+    loads, hot = made.load_ahead(64), made.hot_share(64)
+    assert "3 requests" in loads.sample
+    assert hot is not None
+    assert len(hot.points) == 3
+    alone = CurveMaker(made.engine, [long], extent, max_new_tokens=3)
+    with pytest.raises(ValueError, match="questions: all 1 are longer"):
+        alone.load_ahead(64)
+    chunks = stored_chunks(made.engine, [passage(number, 1) for number in range(3)])
+    with pytest.raises(ValueError, match="questions: beside 1 chunks all 1 are longer"):
+        hot_share_curve(made.engine, chunks, [long.question], (0.5,), RecomputeConfig(), per_request=1)
+
+
+def test_a_chunk_size_that_is_not_measured_is_refused_by_name(make_engine: EngineMaker) -> None:
+    with pytest.raises(ValueError, match="chunk_tokens: 5000 is none of 64, 128"):
+        maker(make_engine()).all(5000)
+
+
 def test_chunks_come_from_disk_and_nothing_is_left_there(make_engine: EngineMaker, tmp_path: Path) -> None:
     made = CurveMaker(make_engine(), sources(), SMALL, max_new_tokens=3, disk=tmp_path / "disk")
     curve = made.load_ahead(64)

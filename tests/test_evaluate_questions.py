@@ -149,6 +149,7 @@ def test_questions_whose_document_is_too_short_or_whose_answer_is_too_long_are_l
         (row(2, docs=[]), r"line 2, docs: \[\]"),
         (row(2, docs=["text"]), "line 2, docs:"),
         (row(2, docs=[{"id": "a", "text": "A"}, {"id": "b"}]), r"line 2, docs\[1\]: no text, and 'b' .* qa_docs.jsonl"),
+        (row(2, docs=[{"id": ["a"]}]), r"line 2, docs\[0\]: no text, and \['a'\] is no document"),
         (row(2, docs=[{"text": ""}]), r"line 2, docs\[0\].text: ''"),
         (row(2, spans=[{"start": 0, "end": 1}]), "line 2, docs: 2 documents"),
         (
@@ -164,6 +165,35 @@ def test_a_bad_line_is_named(tmp_path: Path, prompts: PromptEncoder, bad: Any, m
     with pytest.raises(ValueError, match=rf"qa\.jsonl, .*{message}|{message}") as raised:
         load_questions(write(tmp_path / "qa.jsonl", row(1), bad), prompts)
     assert "qa.jsonl" in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_a_file_without_a_question_is_told_from_one_whose_questions_are_left_out(
+    tmp_path: Path, prompts: PromptEncoder, text: str
+) -> None:
+    with pytest.raises(ValueError, match=r"qa\.jsonl: there is no question"):
+        load_questions(write(tmp_path / "qa.jsonl", text), prompts)
+
+
+def test_a_file_that_is_no_utf_8_is_named(tmp_path: Path, prompts: PromptEncoder) -> None:
+    path = tmp_path / "qa.jsonl"
+    path.write_bytes(json.dumps(row(1, question="Ärger?"), ensure_ascii=False).encode("latin-1"))
+    with pytest.raises(ValueError, match=r"qa\.jsonl: this is no text in UTF-8"):
+        load_questions(path, prompts)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path, prompts: PromptEncoder) -> None:
+    path = tmp_path / "qa.jsonl"
+    path.write_text(json.dumps(row(1)), encoding="utf-8-sig")
+    assert load_questions(path, prompts)[0].id == "q1"
+
+
+def test_only_line_ends_end_a_line(tmp_path: Path, prompts: PromptEncoder) -> None:
+    question = "What is\N{LINE SEPARATOR}it\x85?"
+    path = tmp_path / "qa.jsonl"
+    rows = [json.dumps(row(number, question=question), ensure_ascii=False) for number in range(2)]
+    path.write_bytes("\r\n".join(rows).encode())
+    assert [found.question for found in load_questions(path, prompts)] == [question] * 2
 
 
 @pytest.mark.parametrize("option", ["limit", "chunk_tokens", "num_chunks"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,40 @@ def test_a_folder_with_damaged_weights_is_refused(tmp_path: Path) -> None:
         load(str(folder), "auto", None)
 
 
+@pytest.mark.parametrize("damage", [b"", b"x" * 500, None])
+def test_a_folder_with_damaged_pickled_weights_is_refused(tmp_path: Path, damage: bytes | None) -> None:
+    folder = saved(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    weights = folder / "pytorch_model.bin"
+    torch.save(make("llama").state_dict(), weights)
+    weights.write_bytes(weights.read_bytes()[:1000] if damage is None else damage)
+    with pytest.raises(ValueError, match=r"model: .*damaged or incomplete, copy or download them again") as caught:
+        load(str(folder), "auto", None)
+    assert str(folder) in str(caught.value)
+    assert "weights_only" not in str(caught.value)  # no advice to run what a damaged or foreign file holds
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ['{"version": "1.0"', "", "[]", '{"added_tokens": [], "model": {"type": "BPE", "vocab": 5}}'],
+)
+def test_a_folder_with_a_damaged_tokenizer_is_refused(tmp_path: Path, damage: str) -> None:
+    folder = saved(tmp_path / "model")
+    (folder / "tokenizer.json").write_text(damage, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"model: no tokenizer .*copy or download them again") as caught:
+        load(str(folder), "auto", None)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_folder_whose_settings_are_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}), encoding="utf-8")
+    with pytest.raises(ValueError, match="model: ") as caught:
+        load(str(folder), "auto", None)
+    assert str(folder) in str(caught.value)
+
+
 def test_a_folder_that_lacks_some_weights_is_refused(tmp_path: Path) -> None:
     # transformers fills them with random numbers and goes on.
     folder = saved(tmp_path / "model")
@@ -112,9 +147,10 @@ def test_a_folder_that_lacks_some_weights_is_refused(tmp_path: Path) -> None:
         load(str(folder), "auto", None)
 
 
-def test_an_unknown_dtype_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="dtype: 'float17'"):
-        load(str(saved(tmp_path / "model")), "float17", None)
+@pytest.mark.parametrize("dtype", ["float17", "float8_e4m3fn", "int8", "nn", torch.float8_e5m2])
+def test_a_dtype_that_models_do_not_compute_in_is_refused_by_name(dtype: torch.dtype | str) -> None:
+    with pytest.raises(ValueError, match=f"dtype: {dtype!r} .*auto, float16, bfloat16, float32, float64"):
+        load("no-model", dtype, None)
 
 
 def test_an_unknown_device_is_refused_by_name(tmp_path: Path) -> None:

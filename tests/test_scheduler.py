@@ -329,4 +329,4 @@ def test_whoever_drops_a_stream_never_waits_for_the_store(
     assert settled == []
     for _ in engine.stream(rag_prompt(1, 2)):
         continue
-    assert len(settled) == 1
+    assert len(settled) == 2  # its own, and before that the other's

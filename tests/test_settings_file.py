@@ -133,3 +133,42 @@ def test_a_missing_file_and_one_that_is_no_text_are_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(("chunk_tokens", "limits"), [(768, (512, 768)), (256, (170, 256)), (3, (2, 3)), (2, (1, 2))])
 def test_chunk_limits_are_two_thirds_and_all_of_the_chunk_size(chunk_tokens: int, limits: tuple[int, int]) -> None:
     assert tuple(EngineConfig(chunk_tokens=chunk_tokens).chunk_limits.values()) == limits
+
+
+def test_a_setting_of_several_types_is_named_once_and_without_them(tmp_path: Path) -> None:
+    message = refusal(tmp_path, {"store": {"master_key": 5}})
+    assert len(message.splitlines()) == 1
+    assert "store.master_key: Input should be a valid bytes; Input should be a valid string" in message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"store": {"master_key": ["0123456789abcdef"]}},
+        {"store": {"master_key": {"key": "0123456789abcdef"}}},
+        {"store": [{"master_key": "0123456789abcdef"}]},
+        [{"store": {"master_key": "0123456789abcdef"}}],
+    ],
+)
+def test_a_refused_key_is_not_shown(values: Any, tmp_path: Path) -> None:
+    message = refusal(tmp_path, values)
+    assert "master_key" in message
+    assert "0123456789abcdef" not in message
+
+
+def test_a_value_that_a_message_begins_with_is_said_once(tmp_path: Path) -> None:
+    assert "store.cold.size: 'much' is not a size" in refusal(tmp_path, {"store": {"cold": {"size": "much"}}})
+
+
+def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"namespace": "legal"}', encoding="utf-8-sig")
+    assert EngineConfig.from_file(tmp_path / "config.json").namespace == "legal"
+
+
+@pytest.mark.parametrize(
+    "remote", [["redis://user:hunter2@host"], {"url": ["redis://:hunter2@host"]}, "redis://:hunter2@h"]
+)
+def test_a_password_in_a_url_is_never_shown(tmp_path: Path, remote: object) -> None:
+    message = refusal(tmp_path, {"store": {"remote": remote}})
+    assert "hunter2" not in message
+    assert "store.remote" in message

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cachecraft_rag.cli import output
+from cachecraft_rag.cli.arguments import settings
 from cachecraft_rag.config import EngineConfig, RecomputeConfig
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.prompt import RagPrompt
@@ -20,6 +21,7 @@ from cachecraft_rag.stats import RequestStats
 if TYPE_CHECKING:
     from cachecraft_rag.engine import CacheCraftEngine
 
+_TRIES = 5  # of what is timed alone
 _SYSTEM = "Answer the question using only the passages."
 _QUESTION = "What does the second passage say?"
 _WORDS = (
@@ -52,7 +54,7 @@ def bench(
     from cachecraft_rag.engine import CacheCraftEngine
 
     try:
-        recompute = RecomputeConfig.model_validate({"ratio": ratio})
+        recompute = settings(RecomputeConfig, {"ratio": ratio}, {"ratio": "--ratio"})
         with CacheCraftEngine.from_pretrained(model, EngineConfig(recompute=recompute), dtype=dtype) as engine:
             chunks = _chunks(engine, text, chunk_tokens, num_chunks)
             prompts = _prompts(chunks, requests, seed)
@@ -71,14 +73,16 @@ def _chunks(engine: CacheCraftEngine, path: Path | None, chunk_tokens: int, numb
     """Different chunks of so many tokens.
 
     Raises:
-        ValueError: The text is too short.
+        ValueError: The text is too short, or no UTF-8.
     """
+    from cachecraft_rag.evaluate.text_file import read_text
+
     encode, decode = engine.prompts.encode_chunk, engine.prompts.decode
     if path is None:
         drawn = random.Random(number)
         texts = [" ".join(drawn.choices(_WORDS.split(), k=2 * chunk_tokens)) for _ in range(number)]
         return [decode(encode(text)[:chunk_tokens]).strip() for text in texts]
-    ids = encode(path.read_text(encoding="utf-8"))
+    ids = encode(read_text(path))
     starts = range(0, len(ids) - chunk_tokens + 1, chunk_tokens)
     found = list(dict.fromkeys(decode(ids[start : start + chunk_tokens]).strip() for start in starts))
     if len(found) < number:
@@ -105,32 +109,36 @@ def _measure(
 
 def _show_times(full: list[RequestStats], reused: list[RequestStats]) -> None:
     names = ("", "TTFT", "of full prefill", "computed", "tokens/s", "from")
-    table = output.new_table(*names, numbers=names[1:5])
+    table = output.new_table(*names, numbers=names[1:5], texts=names[5:])
     whole = _median(full, "ttft_s")
     for name, stats in (("full prefill", full), ("chunks reused", reused)):
         ttft, decode_s = _median(stats, "ttft_s"), sum(one.decode_s for one in stats)
         speed = sum(max(one.output_tokens - 1, 0) for one in stats) / decode_s if decode_s else 0.0
         tiers = ", ".join(f"{tier} {count}" for tier, count in stats[-1].hits_by_tier.items())
-        where = stats[-1].fallback_reason if name != "full prefill" and stats[-1].fallback_reason else tiers
         figures = (_ms(ttft), f"{ttft / whole:.1%}", f"{_median(stats, 'charged_ratio'):.1%}", f"{speed:.1f}")
-        table.add_row(name, *figures, where)
+        table.add_row(name, *figures, tiers)
     typer.echo(f"{reused[-1].prompt_tokens:,} tokens, {reused[-1].chunk_hits} stored chunks, {len(full)} requests")
     output.show(table)
+    if reused[-1].fallback_reason is not None:
+        typer.echo(f"nothing was reused: {reused[-1].fallback_reason}")
 
 
 def _show_parts(engine: CacheCraftEngine, prompt: RagPrompt, reused: list[RequestStats]) -> None:
     """Medians of the parts; what the figures of a request don't tell apart is timed alone, on one prompt."""
+    ttft_s, count = _median(reused, "ttft_s"), max(reused[-1].output_tokens - 1, 1)
     tokenise_s, look_up_s, read_s = _alone(engine, prompt)
-    load_s, ttft_s, count = _median(reused, "load_s"), _median(reused, "ttft_s"), max(reused[-1].output_tokens - 1, 1)
-    parts = {
-        "tokenise and find chunks": tokenise_s,
-        "look up": look_up_s,
-        "load": read_s,
-        "place": max(load_s - look_up_s - read_s, 0.0),
-        "compute what was not stored": _median(reused, "encode_s"),
-        "select": _median(reused, "select_s"),
-        "recompute, all layers": _median(reused, "prefill_s"),
-    }
+    parts = {"tokenise and find chunks": tokenise_s}
+    if reused[-1].fallback_reason is None:
+        parts |= {
+            "look up": look_up_s,
+            "load": read_s,
+            "place": max(_median(reused, "load_s") - look_up_s - read_s, 0.0),
+            "compute what was not stored": _median(reused, "encode_s"),
+            "select": _median(reused, "select_s"),
+            "recompute, all layers": _median(reused, "prefill_s"),
+        }
+    else:
+        parts["full prefill"] = _median(reused, "prefill_s")
     parts["other"] = max(ttft_s - sum(parts.values()), 0.0)
     table = output.new_table("part", "time", "of TTFT", numbers=("time", "of TTFT"))
     for name, seconds in parts.items():
@@ -142,7 +150,16 @@ def _show_parts(engine: CacheCraftEngine, prompt: RagPrompt, reused: list[Reques
 
 
 def _alone(engine: CacheCraftEngine, prompt: RagPrompt) -> tuple[float, float, float]:
-    """Seconds to tokenise a prompt, to look its chunks up, and to read their KV where it lies in a slow tier."""
+    """Seconds to tokenise a prompt, to look its chunks up, and to read their KV where it lies in a slow tier.
+
+    Medians, as the other parts are; the first try only warms up.
+    """
+    tries = [_tried(engine, prompt) for _ in range(1 + _TRIES)][1:]
+    tokenise_s, look_up_s, read_s = (float(median(seconds)) for seconds in zip(*tries, strict=True))
+    return tokenise_s, look_up_s, read_s
+
+
+def _tried(engine: CacheCraftEngine, prompt: RagPrompt) -> tuple[float, float, float]:
     times = [time.perf_counter()]
     encoded = engine.prompts.encode(prompt, engine.library.registry, engine.config.namespace)
     times.append(time.perf_counter())

@@ -10,6 +10,8 @@ import typer
 
 from cachecraft_rag.calibration import Calibration
 from cachecraft_rag.cli import output
+from cachecraft_rag.cli.arguments import settings
+from cachecraft_rag.cli.targets import check_file
 from cachecraft_rag.config import EncodeConfig, EngineConfig, RecomputeConfig
 from cachecraft_rag.errors import CacheCraftError
 
@@ -42,17 +44,19 @@ def calibrate(
     Documents without a text are looked up in QUESTIONS_docs.jsonl; questions with spans have theirs cut into chunks.
     """
     from cachecraft_rag.engine import CacheCraftEngine
-    from cachecraft_rag.evaluate.calibrate import check, fit, fit_deviation, measure
+    from cachecraft_rag.evaluate.calibrate import check, fit, fit_deviation, fitting, measure
     from cachecraft_rag.evaluate.questions import load_questions
 
     try:
-        recompute = RecomputeConfig.model_validate({"policy": policy})
-        config = EngineConfig.model_validate({"encode": {"behind": behind}})
+        recompute = settings(RecomputeConfig, {"policy": policy}, {"policy": "--policy"})
+        config = settings(EngineConfig, {"encode": {"behind": behind}}, {"encode.behind": "--behind"})
+        check_file(out, "--out")
         with CacheCraftEngine.from_pretrained(model, config, dtype=dtype) as engine:
             limits = {"limit": number, "seed": seed, "chunk_tokens": chunk_tokens, "num_chunks": num_chunks}
             asked = load_questions(questions, engine.prompts, **limits)
             prompts = [question.prompt() for question in asked]
             check(engine, prompts, recompute=recompute)
+            prompts = fitting(engine, prompts)
             regressor = fit_deviation(engine, prompts, show_progress=True)
             found = measure(
                 engine,
@@ -68,6 +72,8 @@ def calibrate(
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
     _show(calibration, found)
+    if len(prompts) < len(asked):
+        typer.echo(output.left_out(len(asked) - len(prompts)))
     typer.echo(f"predicted from {regressor.num_tokens} tokens: {regressor.explained:.0%} of how stored values differ")
     typer.echo(f"wrote {out}")
 

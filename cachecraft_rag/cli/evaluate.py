@@ -9,10 +9,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cachecraft_rag.cli.arguments import names, numbers
+from cachecraft_rag.cli import output
+from cachecraft_rag.cli.arguments import names, numbers, settings
+from cachecraft_rag.cli.targets import check_folder
 from cachecraft_rag.config import EngineConfig, RecomputeConfig
 from cachecraft_rag.errors import CacheCraftError, PromptTooLongError
-from cachecraft_rag.store_config import MemoryTierConfig, StoreConfig
+from cachecraft_rag.store_config import StoreConfig
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 _POLICIES = ("key_deviation", "question_attention", "chunk_start", RecomputeConfig().policy)
@@ -46,7 +48,9 @@ def evaluate(
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=1, help="Length of chunks cut.")] = 512,
     num_chunks: Annotated[int, typer.Option("--chunks", min=1, help="Chunks per question, of documents cut.")] = 8,
     dtype: Annotated[str, typer.Option("--dtype", help="A torch dtype, or auto.")] = "auto",
-    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Host memory for chunks.")] = "4GiB",
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="SIZE", help="Host memory for chunks; twice that in all.")
+    ] = "4GiB",
     seed: Annotated[int, typer.Option("--seed", help="Draws questions, and the chunks of long documents.")] = 0,
 ) -> None:
     """Measure how close answers come to those of full prefill, for every policy and ratio.
@@ -60,7 +64,8 @@ def evaluate(
     """
     from cachecraft_rag.engine import CacheCraftEngine
     from cachecraft_rag.evaluate.curve_report import write_curves
-    from cachecraft_rag.evaluate.curves import FULL_EXTENT, QUICK_EXTENT, CurveMaker
+    from cachecraft_rag.evaluate.curves import FULL_EXTENT, QUICK_EXTENT, CurveMaker, context_tokens
+    from cachecraft_rag.evaluate.quality_curves import BEHIND
     from cachecraft_rag.evaluate.questions import INSTRUCTION, load_questions, load_sources
     from cachecraft_rag.evaluate.report import as_rich, write_report
     from cachecraft_rag.evaluate.run import Evaluator, Outcome, variants
@@ -70,10 +75,20 @@ def evaluate(
     try:
         _check_extras()
         wanted = variants(names(policies), numbers(ratios, float, "--ratios"), charged=charged, with_answer=answers)
-        store = StoreConfig.model_validate({"cold": MemoryTierConfig.model_validate({"size": memory})})
+        store = settings(StoreConfig, {"cold": {"size": memory}}, {"cold.size": "--memory"})
+        extent = (QUICK_EXTENT if quick else FULL_EXTENT).over(number, chunk_tokens, num_chunks)
+        if figures:
+            settings(EngineConfig, {"chunk_tokens": chunk_tokens}, {"chunk_tokens": "--chunk-tokens"})
+        check_folder(out, "--out")
         with CacheCraftEngine.from_pretrained(model, EngineConfig(store=store), dtype=dtype) as engine:
             limits = {"limit": number, "seed": seed, "chunk_tokens": chunk_tokens, "num_chunks": num_chunks}
             asked = load_questions(questions, engine.prompts, **limits)
+            left = context_tokens(engine, extent, max_new_tokens)
+            if figures and chunk_tokens > left:
+                raise ValueError(
+                    f"--chunk-tokens: {chunk_tokens} does not fit into {left} tokens, which the context window leaves "
+                    "for all chunks of a prompt together; give less, or leave out --figures"
+                )
             system = INSTRUCTION if instruction is None else instruction
             progress = Progress(*_COLUMNS, console=Console(stderr=True), transient=True)
             with Evaluator(engine, instruction=system, max_new_tokens=max_new_tokens) as evaluator, progress:
@@ -91,7 +106,6 @@ def evaluate(
             title = f"{Path(model).name} on {questions.name}"
             paths = write_report(outcomes, out, title)
             if figures:
-                extent = (QUICK_EXTENT if quick else FULL_EXTENT).over(number, chunk_tokens, num_chunks)
                 maker = CurveMaker(
                     engine,
                     load_sources(questions, seed=seed),
@@ -99,6 +113,7 @@ def evaluate(
                     instruction=system,
                     max_new_tokens=max_new_tokens,
                     with_answer=answers,
+                    memory=store.cold.size // len(BEHIND),
                     seed=seed,
                     show_progress=True,
                 )
@@ -108,7 +123,7 @@ def evaluate(
         raise typer.Exit(1) from error
     Console().print(as_rich(outcomes))
     if too_long:
-        typer.echo(f"{too_long} questions left out: longer than the model's context window")
+        typer.echo(output.left_out(too_long))
     for path in paths:
         typer.echo(f"wrote {path}")
 

@@ -36,6 +36,11 @@ def entries(number: int) -> str:
     return f"{number:,} {'entry' if number == 1 else 'entries'}"
 
 
+def left_out(number: int) -> str:
+    """What is said of questions that were not asked."""
+    return f"{number} questions left out: longer than the model's context window"
+
+
 def new_table(*columns: str, numbers: tuple[str, ...] = (), texts: tuple[str, ...] = ()) -> Table:
     """An empty table: columns of numbers stand to the right, those of long texts take as many lines as they need."""
     table = Table(box=None, padding=(0, 2, 0, 0))

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 
 from cachecraft_rag.cli import output
-from cachecraft_rag.cli.arguments import numbers
+from cachecraft_rag.cli.arguments import numbers, settings
+from cachecraft_rag.cli.targets import check_folder
 from cachecraft_rag.config import EngineConfig
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.store_config import StoreConfig
@@ -89,8 +90,14 @@ def tune(
             context_tokens=context or extent.context_tokens,
             chunk_sizes=extent.chunk_sizes if sizes is None else tuple(numbers(sizes, int, "--chunk-sizes")),
         )
+        for size in extent.chunk_sizes:
+            settings(EngineConfig, {"chunk_tokens": size}, {"chunk_tokens": "--chunk-sizes"})
         sources = load_sources(questions, seed=seed)
-        own = StoreConfig.model_validate({"device_size": 0, "cold": {"size": memory}})  # the user's is not touched
+        tiers = {"device_size": 0, "cold": {"size": memory}}
+        own = settings(StoreConfig, tiers, {"cold.size": "--memory"})  # the user's is not touched
+        check_folder(out, "--out")
+        if disk is not None:
+            check_folder(disk, "--disk")
         with (
             CacheCraftEngine.from_pretrained(model, base, dtype=dtype, store=open_store(own)) as engine,
             CurveMaker(

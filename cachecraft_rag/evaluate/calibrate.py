@@ -22,6 +22,7 @@ from cachecraft_rag.deviation import DeviationFit, DeviationModel, relative_devi
 from cachecraft_rag.engine import CacheCraftEngine
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.evaluate.bootstrap import bootstrap_mean
+from cachecraft_rag.evaluate.fitting import fits
 from cachecraft_rag.evaluate.teacher import kl_divergence, score
 from cachecraft_rag.prompt import RagPrompt
 from cachecraft_rag.quality import calibrated_settings
@@ -67,7 +68,8 @@ def calibrate(
 
     Args:
         engine: The engine: its model, and the settings that will be in force later.
-        prompts: Prompts like those to come, with their chunks; some dozens.
+        prompts: Prompts like those to come, with their chunks; some dozens. Those that don't fit into the context
+            window are left out.
         ratios: Recompute ratios to measure, between 0 and 1.
         answer_tokens: Longest answer in tokens.
         recompute: Policy and its settings; ``None`` takes the engine's. The ratio is not looked at.
@@ -75,12 +77,13 @@ def calibrate(
         show_progress: Whether to show a progress bar.
 
     Raises:
-        PromptTooLongError: A prompt and its answer don't fit into the context window.
         RuntimeError: The store has no room for the chunks of one prompt.
         UnsupportedModelError: The model can't reuse chunks.
-        ValueError: An argument is out of its range, the policy gives no scores, or the prompts hold no chunks.
+        ValueError: An argument is out of its range, the policy gives no scores, the prompts hold no chunks, or fewer
+            than two of them fit.
     """
     check(engine, prompts, ratios, recompute)
+    prompts = fitting(engine, prompts)
     regressor = fit_deviation(engine, prompts, show_progress=show_progress)
     found = measure(
         engine, prompts, ratios, answer_tokens, recompute=recompute, deviation=regressor, show_progress=show_progress
@@ -102,6 +105,9 @@ def measure(
 
     Args:
         deviation: For the policy ``predicted``, from ``fit_deviation``; ``None`` takes the engine's.
+
+    Raises:
+        PromptTooLongError: A prompt doesn't fit into the context window; see ``fitting``.
     """
     recompute = recompute or engine.config.recompute
     check(engine, prompts, ratios, recompute)
@@ -133,12 +139,30 @@ def check(
         raise UnsupportedModelError(engine.fallback_reason)
 
 
+def fitting(engine: CacheCraftEngine, prompts: Sequence[RagPrompt]) -> list[RagPrompt]:
+    """The prompts that fit into the context window.
+
+    Raises:
+        ValueError: They are fewer than two.
+    """
+    try:
+        found = [prompt for prompt in prompts if fits(engine, prompt, _NAMESPACE)]
+    finally:
+        engine.invalidate(namespace=_NAMESPACE)
+    if len(found) < 2:
+        raise ValueError(
+            f"prompts: {len(prompts) - len(found)} of {len(prompts)} are longer than the model's context window; "
+            "give at least 2 that fit, better 30"
+        )
+    return found
+
+
 def fit_deviation(
     engine: CacheCraftEngine, prompts: Sequence[RagPrompt], *, show_progress: bool = False
 ) -> DeviationModel:
     """Compare the stored KV of some prompts' chunks with full prefill's, and fit what predicts the difference.
 
-    Arguments and errors as above; the engine's policy is not looked at.
+    Arguments and errors as in ``measure``; the engine's policy is not looked at.
     """
     found = DeviationFit(engine.model.config.get_text_config().num_hidden_layers)
     compared = prompts[:_MOST_COMPARED]

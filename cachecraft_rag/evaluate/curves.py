@@ -90,6 +90,13 @@ QUICK_EXTENT = Extent(
 """A small sample: enough to see that everything works, not to decide by."""
 
 
+def context_tokens(engine: CacheCraftEngine, extent: Extent, max_new_tokens: int) -> int:
+    """Most tokens of all chunks of a prompt together: those of an extent, where the context window leaves as many."""
+    if engine.context_window is None:
+        return extent.context_tokens
+    return min(extent.context_tokens, int(_SHARE_OF_WINDOW * (engine.context_window - max_new_tokens)))
+
+
 class CurveMaker:
     """Measures curves with one engine on one sample; what several curves need is made once.
 
@@ -142,10 +149,7 @@ class CurveMaker:
         self._evaluator = Evaluator(engine, instruction=instruction, max_new_tokens=max_new_tokens)
         self._beside: Evaluator | None = None
         self._opened = ExitStack()
-        self._context_tokens = extent.context_tokens
-        if engine.context_window is not None:
-            left = engine.context_window - max_new_tokens
-            self._context_tokens = min(self._context_tokens, int(_SHARE_OF_WINDOW * left))
+        self._context_tokens = context_tokens(engine, extent, max_new_tokens)
         self.chunk_sizes = tuple(size for size in sorted(set(extent.chunk_sizes)) if size <= self._context_tokens)
         if not self.chunk_sizes:
             raise ValueError(
@@ -172,7 +176,13 @@ class CurveMaker:
         return dict(resplit(self._sources, prompts, sizes, self._context_tokens, limit=limit, seed=self._seed))
 
     def questions(self, chunk_tokens: int) -> list[Question]:
-        """The sample's questions over chunks of one of the sizes."""
+        """The sample's questions over chunks of one of the sizes.
+
+        Raises:
+            ValueError: It is none of ``chunk_sizes``.
+        """
+        if chunk_tokens not in self.chunk_sizes:
+            raise ValueError(f"chunk_tokens: {chunk_tokens} is none of {', '.join(map(str, self.chunk_sizes))}")
         return self._samples[chunk_tokens]
 
     def all(self, chunk_tokens: int) -> list[Curve]:
@@ -181,8 +191,8 @@ class CurveMaker:
         Engines made for that are closed.
 
         Raises:
-            PromptTooLongError: A prompt of the sample does not fit into the context window.
             RuntimeError: A store has no room for what is measured.
+            ValueError: It is none of them, or all questions are longer than the context window.
         """
         with self:
             encoding = (self.chunk_size(), self.behind(chunk_tokens), self.offset(chunk_tokens))

@@ -12,8 +12,10 @@ from cachecraft_rag.config import RecomputeConfig
 from cachecraft_rag.engine import CacheCraftEngine
 from cachecraft_rag.evaluate.bootstrap import bootstrap_mean
 from cachecraft_rag.evaluate.curve import Curve, Point
+from cachecraft_rag.evaluate.fitting import fits
 from cachecraft_rag.evaluate.questions import INSTRUCTION
 from cachecraft_rag.evaluate.stored_sample import StoredChunk, engine_with, first_token
+from cachecraft_rag.prompt import RagPrompt
 from cachecraft_rag.store import ChunkStore
 
 BUDGET_SHARE = 1 / 3
@@ -76,7 +78,8 @@ def hot_share_curve(
     Args:
         engine: The engine; policies and precisions of its hot and warm tier are used.
         chunks: Chunks with their KV.
-        questions: What is asked, one after the other.
+        questions: What is asked, one after the other, but for those that don't fit into the context window together
+            with the longest chunks.
         shares: Values of ``hot_share`` in 0 to 1.
         recompute: Policy and ratio of the requests that are answered.
         per_request: Chunks per request.
@@ -87,14 +90,21 @@ def hot_share_curve(
         show_progress: Whether to show a progress bar.
 
     Raises:
-        ValueError: The chunks are too few for a budget of a third of them to hold a request's.
+        ValueError: The chunks are too few for a budget of a third of them to hold a request's, or no question fits.
     """
     if len(chunks) * BUDGET_SHARE < per_request:
         least = round(per_request / BUDGET_SHARE)
         raise ValueError(f"chunks: {len(chunks)} are too few for {per_request} per request; give at least {least}")
+    longest = sorted(chunks, key=lambda chunk: chunk.kv.num_tokens, reverse=True)[:per_request]
+    texts = tuple(chunk.text for chunk in longest)
+    asked = [text for text in questions if fits(engine, RagPrompt(system=instruction, chunks=texts, question=text))]
+    if not asked:
+        raise ValueError(
+            f"questions: beside {per_request} chunks all {len(questions)} are longer than the model's context window"
+        )
     budget = int(sum(chunk.kv.nbytes for chunk in chunks) * BUDGET_SHARE)
     stream = zipf_stream(len(chunks), per_request, num_replayed + num_requests, seed)
-    replay = _Replay(chunks, questions, stream, instruction, recompute)
+    replay = _Replay(chunks, asked, stream, instruction, recompute)
     points = []
     shares = sorted(set(shares))
     total = len(shares) * len(stream)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,6 +16,7 @@ from cachecraft_rag.config import RecomputeConfig
 from cachecraft_rag.engine import CacheCraftEngine
 from cachecraft_rag.evaluate.bootstrap import bootstrap_median
 from cachecraft_rag.evaluate.curve import Curve, Point
+from cachecraft_rag.evaluate.fitting import fits
 from cachecraft_rag.evaluate.questions import INSTRUCTION, Question
 from cachecraft_rag.evaluate.stored_sample import StoredChunk, distinct_chunks, engine_with, first_token, stored_chunks
 from cachecraft_rag.stats import RequestStats
@@ -40,7 +42,8 @@ def load_ahead_curve(
 
     Args:
         engine: The engine.
-        questions: The questions; as many as there are requests, at most, are used.
+        questions: The questions; as many as there are requests, at most, are used. Those that don't fit into the
+            context window are left out.
         windows: Values of ``load_ahead``, 0 to 64.
         recompute: Policy and ratio.
         num_requests: Requests per window.
@@ -51,8 +54,12 @@ def load_ahead_curve(
 
     Raises:
         RuntimeError: Chunks could not be written, or could not be read again.
+        ValueError: All questions are longer than the context window.
     """
-    asked = questions[:num_requests]
+    fitting = (question for question in questions if fits(engine, question.prompt(instruction)))
+    asked = list(islice(fitting, num_requests))
+    if not asked:
+        raise ValueError(f"questions: all {len(questions)} are longer than the model's context window")
     chunks = stored_chunks(engine, distinct_chunks(question.chunks for question in asked))
     windows = sorted(set(windows))
     figures: dict[int, list[RequestStats]] = {window: [] for window in windows}

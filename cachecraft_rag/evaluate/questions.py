@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cachecraft_rag.evaluate.text_file import read_text
 from cachecraft_rag.prompt import PromptEncoder, RagPrompt
 
 INSTRUCTION = "Answer the question using only the passages. Reply with one complete sentence."
@@ -117,7 +118,9 @@ def load_questions(
     documents = _documents(path)
     cutter = _Cutter(prompts, chunk_tokens, num_chunks, seed)
     questions: list[Question] = []
+    is_empty = True
     for row in _drawn(path, seed):
+        is_empty = False
         found = _found(row, documents)
         chunks = cutter.chunks(row, found) if "spans" in row.fields else tuple(map(_chunk_text, found))
         if chunks is None:
@@ -125,6 +128,8 @@ def load_questions(
         questions.append(Question(row.name, row.text("question"), row.answers(), chunks))
         if len(questions) == limit:
             break
+    if is_empty:
+        raise ValueError(f"{path}: there is no question")
     if not questions:
         raise ValueError(f"{path}: no question has a document of {num_chunks} chunks of {chunk_tokens} tokens")
     return questions
@@ -225,17 +230,16 @@ def _common_length(a: str, b: str) -> int:
 
 
 def _rows(path: Path) -> Iterator[_Row]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                fields = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: this is no JSON: {error}") from error
-            if not isinstance(fields, dict):
-                raise ValueError(f"{path}, line {number}: {type(fields).__name__} is no JSON object")
-            yield _Row(path, number, fields)
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: this is no JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{path}, line {number}: {type(fields).__name__} is no JSON object")
+        yield _Row(path, number, fields)
 
 
 def _drawn(path: Path, seed: int) -> Iterator[_Row]:
@@ -273,10 +277,11 @@ def _with_text(
     row: _Row, index: int, document: Mapping[str, Any], documents: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Any]:
     if "text" not in document:
-        if document.get("id") not in documents:
+        name = document.get("id")
+        if not isinstance(name, str) or name not in documents:
             beside = f"{row.path.stem}_docs{row.path.suffix}"
-            raise row.error(f"docs[{index}]", f"no text, and {document.get('id')!r} is no document of {beside}")
-        document = documents[document["id"]]
+            raise row.error(f"docs[{index}]", f"no text, and {name!r} is no document of {beside}")
+        document = documents[name]
     if not isinstance(document["text"], str) or not document["text"].strip():
         raise row.error(
             f"docs[{index}].text", f"{document['text']!r} is not a text with at least one visible character"

@@ -97,8 +97,8 @@ def tune(maker: CurveMaker, base: EngineConfig, max_divergence: float | None = N
             target of the preset ``"balanced"``.
 
     Raises:
-        ValueError: The divergence is not above 0, or see ``CurveMaker``.
-        PromptTooLongError: A prompt of the sample does not fit into the context window.
+        ValueError: The divergence is not above 0, all questions are longer than the context window, or see
+            ``CurveMaker``.
         RuntimeError: A store has no room for what is measured.
     """
     if max_divergence is None:
