@@ -51,8 +51,8 @@ class ChunkFeed:
             while len(self._latest) > self._max_texts:
                 self._latest.popitem(last=False)
             subscribers = self._open_subscribers()
-        for engine, namespace in subscribers:
-            engine.register(texts, namespace, document_id)
+        for engine, namespace in subscribers:  # not through the engine, which refuses when it is closed meanwhile
+            engine.library.register(texts, namespace, document_id)
 
     def subscribe(self, engine: CacheCraftEngine, namespace: str | None = None) -> None:
         """Give a namespace of an engine the latest texts and all to come.
@@ -69,7 +69,7 @@ class ChunkFeed:
             if subscriber not in self._subscribers:
                 # Under the lock, so that whoever returns from here can rely on the texts being known.
                 for document_id, texts in self._texts_by_document().items():
-                    engine.register(texts, namespace, document_id)
+                    engine.library.register(texts, subscriber[1], document_id)
                 self._open_subscribers()
                 self._subscribers[subscriber] = None
             self._subscribers.move_to_end(subscriber)

@@ -29,6 +29,7 @@ from langchain_core.tools import create_retriever_tool, tool
 from pydantic import BaseModel
 
 from cachecraft_rag.prompt import EncodedPrompt
+from cachecraft_rag.tool_calls import written_call
 from langchain_cachecraft import ChatCacheCraft
 from tests.conftest import passage
 from tests.plain_data import find_tensors
@@ -200,6 +201,12 @@ every_path = pytest.mark.parametrize("name", PATHS)
 both_ways = pytest.mark.parametrize("way", ["invoke", "ainvoke"])
 
 
+def _content(message: BaseMessage) -> str:
+    """What the model reads of a message: a template that prints no calls gets them in the content."""
+    calls = message.tool_calls if isinstance(message, AIMessage) else []
+    return "\n".join(filter(None, [message.text, *(written_call(call["name"], call["args"]) for call in calls)]))
+
+
 class Recorder(BaseCallbackHandler):
     """What LangChain gave to the chat model, and what came back."""
 
@@ -211,7 +218,7 @@ class Recorder(BaseCallbackHandler):
         tools = kwargs["invocation_params"].get("tools")
         roles = {"human": "user", "ai": "assistant"}
         for chat in messages:
-            turns = [{"role": roles.get(message.type, message.type), "content": message.content} for message in chat]
+            turns = [{"role": roles.get(message.type, message.type), "content": _content(message)} for message in chat]
             text = byte_level().apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=True)
             is_begun = kwargs["invocation_params"].get("tool_choice") == "any"
             self.rendered.append(text + ('{"name": "' if is_begun else ""))
