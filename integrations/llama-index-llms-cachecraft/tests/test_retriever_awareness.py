@@ -19,7 +19,7 @@ from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNode
 from llama_index.core.tools import RetrieverTool
 
 from cachecraft_rag.prompt import EncodedPrompt
-from llama_index.llms.cachecraft import CacheAlignedNodeParser, CacheCraftLLM, CacheCraftSpanHandler
+from llama_index.llms.cachecraft import CacheAlignedNodeParser, CacheCraftLLM, CacheCraftSpanHandler, instrumentation
 from tests.conftest import passage
 
 Stats = list[dict[str, Any]]
@@ -297,7 +297,7 @@ def test_a_failure_to_register_is_logged_and_the_query_goes_on(
     def broken(*arguments: Any) -> int:
         raise RuntimeError("registry is broken")
 
-    monkeypatch.setattr(llm.engine, "register", broken)
+    monkeypatch.setattr(instrumentation.CHUNKS, "add", broken)
     with caplog.at_level(logging.ERROR, logger="llama_index.llms.cachecraft"):
         response = get_response_synthesizer(llm=llm).synthesize("Why?", retriever.retrieve("Why?"))
     assert str(response)
