@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from cachecraft_rag.cli import app, bench
+from cachecraft_rag.cli import bench
+from tests import cli_runs
 from tests.conftest import passage
 from tests.tiny_models import make
 from tests.tiny_tokenizers import byte_level
@@ -15,11 +16,7 @@ from tests.tiny_tokenizers import byte_level
 SMALL = ("--chunks", 2, "--chunk-tokens", 32, "--requests", 2, "--max-new-tokens", 3)
 
 
-def run(*arguments: object, code: int = 0) -> str:
-    """What the command writes; it must end with this exit code."""
-    result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result.output
+run = partial(cli_runs.run, "bench")
 
 
 def test_it_compares_reuse_with_full_prefill(model: Path) -> None:

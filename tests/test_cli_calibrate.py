@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from cachecraft_rag.cli import app
+from tests import cli_runs
 from tests.conftest import passage
 
 
@@ -24,11 +24,7 @@ def questions(tmp_path: Path) -> Path:
     return path
 
 
-def run(*arguments: object, code: int = 0) -> str:
-    """What the command writes; it must end with this exit code."""
-    result = CliRunner().invoke(app, ["calibrate", *map(str, arguments)])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result.output
+run = partial(cli_runs.run, "calibrate")
 
 
 def test_a_question_that_is_too_long_is_left_out_and_said(model: Path, questions: Path, tmp_path: Path) -> None:

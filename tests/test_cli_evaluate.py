@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from cachecraft_rag.cli import app
+from tests import cli_runs
 from tests.conftest import passage
 
 pytest.importorskip("matplotlib")
@@ -34,11 +34,7 @@ def questions(tmp_path: Path) -> Path:
     return path
 
 
-def run(*arguments: object, code: int = 0) -> str:
-    """What the command writes; it must end with this exit code."""
-    result = CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result.output
+run = partial(cli_runs.run, "evaluate")
 
 
 def test_it_prints_tables_and_writes_what_it_measured(model: Path, questions: Path, tmp_path: Path) -> None:

@@ -9,23 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from cachecraft_rag.cli import app, output
+from cachecraft_rag.cli import output
 from cachecraft_rag.store import ChunkStore, DiskStore, EntryCodec, RedisStore
+from tests.cli_runs import run
 from tests.redis_server import RedisServer, own_redis_server
 from tests.store_entries import ENTRY_BYTES, FakeClock, entry, held, key, shards
 
 __all__ = ["own_redis_server"]
 
 MASTER_KEY = bytes(range(32))
-
-
-def run(*arguments: object, answer: str | None = None, code: int = 0) -> str:
-    """What a command writes; it must end with this exit code."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=answer)
-    assert result.exit_code == code, (result.output, result.exception)
-    return result.output
 
 
 def run_json(*arguments: object, code: int = 0) -> Any:

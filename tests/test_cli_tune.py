@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from cachecraft_rag import EngineConfig
-from cachecraft_rag.cli import app
 from cachecraft_rag.evaluate import curves as curves_module
 from cachecraft_rag.evaluate.curves import CurveMaker
+from tests.cli_runs import run
 from tests.conftest import passage
 
 pytest.importorskip("matplotlib")
@@ -34,13 +33,6 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "qa.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path
-
-
-def run(command: str, *arguments: object, code: int = 0) -> str:
-    """What a command writes; it must end with this exit code."""
-    result = CliRunner().invoke(app, [command, *map(str, arguments)])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result.output
 
 
 def curves(path: Path) -> dict[str, set[float | str]]:

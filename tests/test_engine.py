@@ -32,7 +32,7 @@ from cachecraft_rag.keys import ChunkKey, tensor_bytes
 from cachecraft_rag.library import ChunkLibrary
 from cachecraft_rag.selection import POLICIES
 from tests.conftest import EngineMaker, passage, prefill_logits, rag_prompt
-from tests.tiny_models import FULL_PREFILL, make
+from tests.tiny_models import FULL_PREFILL, make, rope
 from tests.tiny_tokenizers import byte_level, strict
 
 UNCALIBRATED = sorted(set(POLICIES) - {"predicted"})  # which needs a calibration: see test_deviation
@@ -473,7 +473,7 @@ class TestFullPrefill:
             engine.verify()
 
     def test_dynamic_rope_is_reused_only_where_it_does_not_stretch(self) -> None:
-        model = make("llama", max_position_embeddings=512, **rope_dynamic())
+        model = make("llama", max_position_embeddings=512, **rope("dynamic", factor=4.0))
         config = EngineConfig(max_new_tokens=4, context_window=4096, recompute=RecomputeConfig(ratio=1.0))
         with CacheCraftEngine(model, byte_level(), config) as engine:
             assert engine.fallback_reason is None
@@ -496,15 +496,6 @@ class TestFullPrefill:
         stats = make_engine().generate(RagPrompt(question="Hello?")).stats
         assert stats.fallback_reason == "no known chunk in the prompt"
         assert stats.prefilled_tokens == stats.prompt_tokens
-
-
-def rope_dynamic() -> dict[str, Any]:
-    import transformers
-
-    settings = {"rope_type": "dynamic", "factor": 4.0}
-    if int(transformers.__version__.split(".")[0]) >= 5:
-        return {"rope_parameters": {**settings, "rope_theta": 10_000.0}}
-    return {"rope_scaling": settings}
 
 
 class TestKeeping:

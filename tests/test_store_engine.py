@@ -24,7 +24,7 @@ from tests.conftest import EngineMaker, rag_prompt
 from tests.engine_process import TIERS
 from tests.redis_server import RedisServer, own_redis_server
 from tests.store_answers import ENTRY_BYTES, SECRETS, SETTINGS, ask, document, prompt_of, requests, tiers, tiers_of
-from tests.tiny_models import _rope, make
+from tests.tiny_models import make, rope
 from tests.tiny_tokenizers import byte_level
 
 __all__ = ["own_redis_server"]
@@ -121,7 +121,7 @@ class TestForeignEntries:
     @pytest.mark.parametrize(
         "change",
         [
-            lambda: {"model": make("llama", **_rope("default", theta=20_000.0))},
+            lambda: {"model": make("llama", **rope("default", theta=20_000.0))},
             lambda: {"model": make("llama", torch.bfloat16)},
             lambda: {"model": make("llama", num_hidden_layers=2)},
             lambda: {"model": with_changed_weight()},

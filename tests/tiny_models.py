@@ -32,7 +32,7 @@ _COMMON: dict[str, Any] = {
 WINDOW = 48
 
 
-def _rope(kind: str, theta: float = 10_000.0, **options: Any) -> dict[str, Any]:
+def rope(kind: str, theta: float = 10_000.0, **options: Any) -> dict[str, Any]:
     """RoPE settings under the names of transformers 4 and 5."""
     scaling = {"rope_type": kind, "rope_theta": theta, **options}
     if int(transformers.__version__.split(".")[0]) >= 5:
@@ -59,10 +59,10 @@ REUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
-    "llama-linear": ("LlamaConfig", _rope("linear", factor=4.0)),
+    "llama-linear": ("LlamaConfig", rope("linear", factor=4.0)),
     "llama-llama3": (
         "LlamaConfig",
-        _rope(
+        rope(
             "llama3",
             theta=500_000.0,
             factor=8.0,
@@ -71,7 +71,7 @@ REUSED: dict[str, tuple[str, dict[str, Any]]] = {
             original_max_position_embeddings=256,
         ),
     ),
-    "llama-yarn": ("LlamaConfig", _rope("yarn", factor=4.0, original_max_position_embeddings=512)),
+    "llama-yarn": ("LlamaConfig", rope("yarn", factor=4.0, original_max_position_embeddings=512)),
 }
 
 FULL_PREFILL: dict[str, tuple[str, dict[str, Any]]] = {

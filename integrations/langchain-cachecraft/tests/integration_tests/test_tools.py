@@ -10,10 +10,10 @@ from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel
-from typing_extensions import TypedDict
 
 from langchain_cachecraft import ChatCacheCraft
 from tests.conftest import passage
+from tests.jokes import Joke, JokeDict
 
 QUESTION = "When does the lease end?"
 CALL = ("search", {"query": "lease"})
@@ -29,20 +29,6 @@ def search(query: str) -> str:
 def get_weather(location: str) -> str:
     """Get the weather."""
     return location
-
-
-class Joke(BaseModel):
-    """A joke."""
-
-    setup: str
-    punchline: str
-
-
-class JokeDict(TypedDict):
-    """A joke."""
-
-    setup: str
-    punchline: str
 
 
 class Unwritten(BaseModel):

@@ -11,23 +11,9 @@ from langchain_core.messages import AIMessageChunk
 from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.runnables import Runnable, RunnableGenerator
 from pydantic import BaseModel, RootModel, field_validator
-from typing_extensions import TypedDict
 
 from langchain_cachecraft.structured_output import Method, Schema, bound_to, structured
-
-
-class Joke(BaseModel):
-    """A joke."""
-
-    setup: str
-    punchline: str
-
-
-class JokeDict(TypedDict):
-    """A joke."""
-
-    setup: str
-    punchline: str
+from tests.jokes import Joke, JokeDict
 
 
 class Numbers(RootModel[list[int]]):
