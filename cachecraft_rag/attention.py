@@ -153,29 +153,17 @@ def attention_mass(
     Returns:
         ``[num_keys]`` float32; sums to ``num_heads * num_rows``.
     """
-    mass = torch.zeros(key.shape[2], device=query.device)
-    for first in range(0, query.shape[2], QUERY_BLOCK):  # scores of all rows at once may take gigabytes
-        rows = slice(first, first + QUERY_BLOCK)
-        mass += _mass_of(query[:, :, rows], key, positions[rows], window, scaling, softcap)
-    return mass
-
-
-def _mass_of(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: torch.Tensor,
-    window: int | None,
-    scaling: float,
-    softcap: float | None,
-) -> torch.Tensor:
     num_kv_heads, num_keys, head_dim = key.shape[1:]
-    num_rows = query.shape[2]
-    grouped = (query[0] * scaling).reshape(num_kv_heads, -1, head_dim)  # first: a product of float16 may overflow
-    scores = torch.matmul(grouped, key[0].transpose(-1, -2))
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores.float() / softcap)
-    scores = scores.reshape(num_kv_heads, -1, num_rows, num_keys)
-    first = int(positions[0]) if window is None else 0  # every row sees all keys before the first one
-    keys = torch.arange(first, num_keys, device=query.device)
-    scores[..., first:].masked_fill_(~visible_keys(positions.to(query.device), keys, window), float("-inf"))
-    return scores.softmax(dim=-1).sum(dim=(0, 1, 2), dtype=torch.float32)
+    mass = torch.zeros(num_keys, device=query.device)
+    # Scores of all rows at once may take gigabytes.
+    for rows, places in zip(query[0].split(QUERY_BLOCK, dim=1), positions.split(QUERY_BLOCK), strict=True):
+        grouped = (rows * scaling).reshape(num_kv_heads, -1, head_dim)  # first: a product of float16 may overflow
+        scores = torch.matmul(grouped, key[0].transpose(-1, -2))
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores.float() / softcap)
+        scores = scores.reshape(num_kv_heads, -1, places.numel(), num_keys)
+        first = int(places[0]) if window is None else 0  # every row sees all keys before the first one
+        keys = torch.arange(first, num_keys, device=query.device)
+        scores[..., first:].masked_fill_(~visible_keys(places.to(query.device), keys, window), float("-inf"))
+        mass += scores.softmax(dim=-1).sum(dim=(0, 1, 2), dtype=torch.float32)
+    return mass

@@ -6,7 +6,6 @@ Orchestrates and computes nothing itself. It knows chunks and prompts, and neith
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -73,11 +72,11 @@ class CacheCraftEngine:
         self.prompts = PromptEncoder(tokenizer)
         self._adapter = adapter = ModelAdapter(model)
         self._state = state = ModelState(model)
-        self._capability = probe(adapter)
-        self.fallback_reason = self._capability.reason
+        capability = probe(adapter)
+        self.fallback_reason = capability.reason
         store = store if store is not None else open_store(self.config.store, self._adapter.device)
-        self.library = ChunkLibrary(adapter, state, self.prompts, self.config, store, self._capability.max_tokens)
-        self._capability = self._capability.with_context(self.library.context_tokens)
+        self.library = ChunkLibrary(adapter, state, self.prompts, self.config, store, capability)
+        self._capability = self.library.capability
         self.library.questions = questions
         self.context_window = self.config.context_window or context_window(self._adapter.config, tokenizer)
         self.intake = Intake(self.prompts, self.library, self.config, Quality(self.config, state), self.context_window)
@@ -298,8 +297,9 @@ class CacheCraftEngine:
             How many stored entries were dropped.
         """
         namespace = self._namespace(namespace)
-        refining = nullcontext() if self.refinement is None else self.refinement.forgetting(namespace)
-        with refining, self.library.forgetting.forgetting(namespace):
+        with self.library.forgetting.forgetting(namespace):
+            if self.refinement is not None:
+                self.refinement.forget(namespace)
             if texts is None and document_ids is None:
                 return self.library.clear(namespace)
             return self.library.invalidate(as_texts(texts or ()), as_texts(document_ids or ()), namespace)

@@ -28,14 +28,12 @@ def full_prefill(
     request.figures |= {"fallback_reason": reason, "policy": "full_prefill"}
     request.figures |= {"reused_tokens": 0, "recomputed_tokens": 0, "prefilled_tokens": request.num_tokens}
     with request.timed("prefill_s"):
-        if soft_prompted is not None:
-            plain = PlainDecoder(soft_prompted, adapter.device, keeps_cache=False)
-            request.logits, request.next_logits = plain.prefill(list(token_ids)), plain.next_logits
-        elif in_buffer:
+        if in_buffer and soft_prompted is None:
             request.kv = request.next_logits = None  # one that was filled with chunks goes before the next one is made
             request.kv = adapter.new_kv(request.capacity)
             request.logits = adapter.forward_plain(torch.tensor(token_ids), request.kv)
             request.next_logits = buffer_decoder(adapter, request.kv)
         else:
-            plain = PlainDecoder(adapter.model, adapter.device)
+            model = adapter.model if soft_prompted is None else soft_prompted
+            plain = PlainDecoder(model, adapter.device, keeps_cache=soft_prompted is None)
             request.logits, request.next_logits = plain.prefill(list(token_ids)), plain.next_logits

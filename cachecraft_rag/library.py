@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 from cachecraft_rag.attention_record import ChunkRecorder
 from cachecraft_rag.auto_chunks import AutoChunks
+from cachecraft_rag.capability import Capability
 from cachecraft_rag.chunk_forms import forms_of
 from cachecraft_rag.chunk_kv import ChunkKV, LayeredKV
 from cachecraft_rag.config import EngineConfig, RecomputeConfig
@@ -44,7 +45,7 @@ class ChunkLibrary:
         prompts: The tokenizer.
         config: Namespace, canonical prefix, sizes.
         store: Where KV is kept.
-        max_tokens: Longest run of tokens for which the model's rotation is fixed; ``None`` for any length.
+        capability: What the model allows.
 
     Attributes:
         registry: Chunk texts that are looked for in prompts.
@@ -52,6 +53,7 @@ class ChunkLibrary:
         store: As given.
         history: What earlier answers looked at, where a policy asks for it.
         questions: What earlier questions looked at; ``None`` where that is not asked for.
+        capability: What the model allows where chunks are computed behind what they are here.
         forgetting: Keeps what is forgotten from being stored again by requests that began before.
     """
 
@@ -62,7 +64,7 @@ class ChunkLibrary:
         prompts: PromptEncoder,
         config: EngineConfig,
         store: ChunkStore,
-        max_tokens: int | None = None,
+        capability: Capability,
     ) -> None:
         self.registry = ChunkRegistry(config.max_chunks)
         self.auto_chunks = AutoChunks(config.max_chunks) if config.auto_chunks else None
@@ -71,7 +73,6 @@ class ChunkLibrary:
         self.forgetting = Forgetting()
         self.questions: SimilarQuestions | None = None
         self._adapter, self._state, self._prompts, self._config = adapter, state, prompts, config
-        self._max_tokens = max_tokens
         self._tokenizer_fingerprint = tokenizer_fingerprint(prompts.tokenizer)
         self._document_texts = DocumentTexts(config.max_chunks)
         self._heads = PromptHeads(store)
@@ -81,6 +82,7 @@ class ChunkLibrary:
         self._fingerprint = ""
         self._is_closed = False
         self._encoder = self._new_encoder()
+        self.capability = capability.with_context(self._encoder.context_tokens)
 
     def register(self, texts: Sequence[str], namespace: str, document_id: str | None = None) -> int:
         """Look for these texts, perhaps of a document, in later prompts of the namespace; returns how many are new."""
@@ -95,7 +97,6 @@ class ChunkLibrary:
         """
         keys, encoder = self._keys(namespace), self._encoder
         since = self.forgetting.count(namespace)
-        longest = None if self._max_tokens is None else self._max_tokens - encoder.context_tokens
         computed = 0
         for text in tqdm(texts, desc="chunks", unit="chunk", disable=not show_progress):
             if self._is_closed:
@@ -103,7 +104,7 @@ class ChunkLibrary:
             token_ids = self._prompts.encode_chunk(text.strip())
             key = keys.key(token_ids, encoder.context)
             self._link(text, key)
-            if not token_ids or (longest is not None and len(token_ids) > longest):
+            if not token_ids or self.capability.reason_for(len(token_ids)) is not None:
                 continue
             if not self.store.touch(key):  # or the chunks that are new would push it out
                 computed += self._keep(key, encoder.encode(token_ids, with_sensitivity=True), since, static)
@@ -308,11 +309,6 @@ class ChunkLibrary:
             stored = self.store.get(chunk.key) if is_ours and not chunk.is_exact else None
             if stored is not None and stored.sensitivity is None and chunk.part_of(chunk.key, stored):
                 self._keep(chunk.key, self._encoder.measure(stored), chunk.since)
-
-    @property
-    def context_tokens(self) -> int:
-        """How many tokens chunks are computed behind at most, when they are computed alone."""
-        return self._encoder.context_tokens
 
     def close(self) -> None:
         """Release the stored KV; what is still being computed is not kept."""

@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
@@ -85,7 +84,6 @@ class Refinement:
         self._thread: threading.Thread | None = None
         self._is_closed = self._has_warned = False
         self._figures = {"refined": 0, "stored_tokens": 0, "computed_tokens": 0, "forwards": 0, "errors": 0}
-        self._keeping = threading.Lock()  # held while KV is stored, so that nothing is stored after ``forgetting``
 
     def observe(self, request: Request) -> None:
         """Count an answered request's sequences, and queue the longest that has come often enough."""
@@ -118,19 +116,16 @@ class Refinement:
             waiting = len(self._waiting) + (self._current is not None)
             return RefinementStats(sequences=len(self._counts), waiting=waiting, **self._figures)
 
-    @contextmanager
-    def forgetting(self, namespace: str) -> Iterator[None]:
-        """Store nothing while the block lasts, and give up what is counted or under way of a namespace at its end."""
-        with self._keeping:
-            yield
-            with self._changed:
-                for key in [key for key in self._counts if key.namespace == namespace]:
-                    del self._counts[key]
-                for key in [key for key in self._waiting if key.namespace == namespace]:
-                    del self._waiting[key]
-                if self._current is not None and self._current.namespace == namespace:
-                    self._current.is_cancelled = True
-                self._changed.notify_all()
+    def forget(self, namespace: str) -> None:
+        """Give up what is counted or under way of a namespace; the library stores nothing of that any more."""
+        with self._changed:
+            for key in [key for key in self._counts if key.namespace == namespace]:
+                del self._counts[key]
+            for key in [key for key in self._waiting if key.namespace == namespace]:
+                del self._waiting[key]
+            if self._current is not None and self._current.namespace == namespace:
+                self._current.is_cancelled = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Give everything up, and wait for the piece that is being computed. Closing twice is harmless."""
@@ -224,9 +219,8 @@ class Refinement:
                 return
             self._adapter.forward_rows(token_ids[rows], rows, kv)
             self._count(forwards=1, computed_tokens=rows.numel())
-        with self._keeping:
-            if not self._is_given_up(job) and self._state.fingerprint() == fingerprint:
-                self._count(refined=1, stored_tokens=self._library.keep_exact(plan, chunks, kv))
+        if not self._is_given_up(job) and self._state.fingerprint() == fingerprint:
+            self._count(refined=1, stored_tokens=self._library.keep_exact(plan, chunks, kv))
 
     def _count(self, **figures: int) -> None:
         with self._changed:

@@ -11,8 +11,7 @@ from cachecraft_rag import CacheCraftEngine, EngineConfig, RagPrompt, RecomputeC
 from cachecraft_rag.encoder import ChunkEncoder
 from cachecraft_rag.store import MemoryStore
 from tests.conftest import EngineMaker, passage, rag_prompt
-from tests.test_engine import rope_dynamic
-from tests.tiny_models import make
+from tests.tiny_models import make, rope
 from tests.tiny_tokenizers import byte_level
 
 
@@ -52,10 +51,10 @@ def test_a_stored_chunk_can_be_made_static_and_is_measured_then() -> None:
 
 
 def test_a_chunk_is_not_computed_beyond_where_the_rotation_is_fixed() -> None:
-    model = make("llama", max_position_embeddings=512, **rope_dynamic())
+    model = make("llama", max_position_embeddings=512, **rope("dynamic", factor=4.0))
     config = EngineConfig(max_new_tokens=4, context_window=2048, recompute=RecomputeConfig(policy="none", ratio=0.0))
     with CacheCraftEngine(model, byte_level(), config) as engine:
-        longest = 511 - engine.library.context_tokens
+        longest = 511 - engine.library.capability.context_tokens
         short, long = passage(1, 4), passage(2, 14)
         lengths = [len(engine.prompts.encode_chunk(text)) for text in (short, long)]
         assert lengths[0] < longest < lengths[1] < 511
@@ -67,7 +66,7 @@ def test_a_chunk_is_not_computed_beyond_where_the_rotation_is_fixed() -> None:
 
 
 def test_a_long_prompt_does_not_make_another_model_of_one_that_stretches_its_rotation() -> None:
-    model = make("llama", max_position_embeddings=512, **rope_dynamic())
+    model = make("llama", max_position_embeddings=512, **rope("dynamic", factor=4.0))
     with CacheCraftEngine(model, byte_level(), EngineConfig(max_new_tokens=2, context_window=4096)) as engine:
         engine.warm([passage(1, 4)])
         before = engine.fingerprint

@@ -83,8 +83,7 @@ def evaluate(
         with CacheCraftEngine.from_pretrained(model, EngineConfig(store=store), dtype=dtype) as engine:
             limits = {"limit": number, "seed": seed, "chunk_tokens": chunk_tokens, "num_chunks": num_chunks}
             asked = load_questions(questions, engine.prompts, **limits)
-            left = context_tokens(engine, extent, max_new_tokens)
-            if figures and chunk_tokens > left:
+            if figures and chunk_tokens > (left := context_tokens(engine, extent, max_new_tokens)):
                 raise ValueError(
                     f"--chunk-tokens: {chunk_tokens} does not fit into {left} tokens, which the context window leaves "
                     "for all chunks of a prompt together; give less, or leave out --figures"

@@ -110,10 +110,9 @@ class DiskStore(PersistentStore):
 
     def touch(self, key: ChunkKey) -> bool:
         """Whether the entry is there, which counts as a use."""
-        with self._lock:
-            entry = None
-            with self._guarded("looking up"):
-                entry = self._find(key)
+        entry = None
+        with self._guarded("looking up"), self._lock:
+            entry = self._find(key)
         if entry is not None:
             self._note_use(entry)
         return entry is not None
