@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional
 
-from cachecraft_rag.rope import Moves, RotaryLayout, rerotate_keys
+from cachecraft_rag.rope import Moves, RotaryLayout
 
 MAX_FIT = 128
 """Recomputed tokens that are learnt from: twice as many take twice the time and bring 1 to 3 % less divergence."""
@@ -54,14 +53,24 @@ class Offset:
     ) -> None:
         step = -(-selected.numel() // MAX_FIT)
         learnt = selected[::step].contiguous()
-        self._positions = positions.to(device)
-        self._learnt = torch.searchsorted(positions, learnt).to(device)
+        first, end = int(positions[0]), int(positions[-1]) + 1
+        # Slices are quicker than indices, so what lies between chunks takes part: with weight 0 it is not moved.
+        self._span, inside = slice(first, end), positions - first
+        weights = torch.zeros(sensitivity.shape[0], end - first)
+        weights[:, inside] = sensitivity.sqrt()
+        chunks = torch.full((end - first,), -1)
+        chunks[inside] = chunk_index
+        is_between = torch.ones(end - first, dtype=torch.bool)
+        is_between[inside] = False
+        self._between = is_between.nonzero()[:, 0].to(device)
+        self._num_tokens = positions.numel()
+        self._weights, self._places = weights.to(device), learnt.to(device)
+        self._learnt = (learnt - first).to(device)
         self._rows = torch.searchsorted(rows, learnt).to(device)
-        self._weights = sensitivity.sqrt().to(device)
-        chunks = chunk_index.to(device)
-        self._common = 1.0 + _SAME_CHUNK * (chunks[:, None] == chunks[self._learnt][None, :]).float()
+        common = 1.0 + _SAME_CHUNK * (chunks[:, None] == chunks[learnt - first][None, :]).float()
+        self._common = (common / _ALIKE).to(device)
         self._layouts, self._strength = layouts, strength
-        self._moves = Moves(positions, device)
+        self._to_span, self._from_learnt = Moves(torch.arange(first, end), device), Moves(-learnt, device)
 
     def correct(
         self,
@@ -85,41 +94,40 @@ class Offset:
         if not scale > 0.0:
             return  # values of the first layer depend on no context
         weights = weights / scale  # only their ratios count, and float16 holds neither tiny nor huge numbers
-        places = self._positions[self._learnt]
-        changed_keys = new_keys[:, self._rows].float() - keys[:, places].float()
-        changed_values = new_values[:, self._rows].float() - values[:, places].float()
+        changed_keys = new_keys[:, self._rows].float() - keys[:, self._places].float()
+        changed_values = new_values[:, self._rows].float() - values[:, self._places].float()
         layout = self._layouts[layer_idx]
         if layout is not None:  # what tokens have in common shows before the rotation by their positions
-            changed_keys = rerotate_keys(changed_keys, -places, layout)
+            changed_keys = self._from_learnt.move(changed_keys, layout)
 
-        kernel = self._kernel(values, weights)
-        inverses = _inverses(kernel[self._learnt].float())
-        changes = [_by_token(changed_keys), _by_token(changed_values)]
-        coefficients = torch.cat([_trusted(inverses, part) for part in changes], dim=1)
-        if not coefficients.any():
-            return
-        predicted = kernel @ (self._strength * coefficients).to(kernel.dtype)
-        key_part, value_part = predicted.split(
-            [keys.shape[0] * keys.shape[2], values.shape[0] * values.shape[2]], dim=1
-        )
-        moved_keys = key_part.unflatten(1, (keys.shape[0], keys.shape[2])).transpose(0, 1)
-        if layout is not None:
-            moved_keys = self._moves.move(moved_keys, layout, keys.dtype)
-        moved_values = value_part.unflatten(1, (values.shape[0], values.shape[2])).transpose(0, 1)
-        keys.index_add_(1, self._positions, moved_keys)
-        values.index_add_(1, self._positions, moved_values)
+        alike = self._alike(values[:, self._span])
+        learnt_weights = weights[self._learnt] * _ALIKE**0.5
+        inverses = _inverses(alike[self._learnt].float() * learnt_weights * learnt_weights[:, None])
+        weights = weights.to(keys.dtype)[:, None]
+        for buffer, changes, turned in ((keys, changed_keys, layout), (values, changed_values, None)):
+            coefficients = _trusted(inverses, _by_token(changes))
+            if not coefficients.any():
+                continue
+            coefficients *= (self._strength * _ALIKE**0.5 * learnt_weights)[:, None]
+            moved = alike @ coefficients.to(alike.dtype).unflatten(1, (buffer.shape[0], -1)).transpose(0, 1)
+            if turned is not None:
+                moved = self._to_span.move(moved, turned, keys.dtype)
+            buffer[:, self._span].addcmul_(moved, weights)
 
-    def _kernel(self, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Covariance of all tokens with those that are learnt from, ``[num_tokens, num_learnt]``, dtype of the KV.
+    def _alike(self, values: torch.Tensor) -> torch.Tensor:
+        """What a token has in common with those that are learnt from, ``[span, num_learnt]``, dtype of the KV.
 
-        What is moved is rounded to that dtype anyway; all passes over all tokens are in it.
+        Times ``_ALIKE`` and the weights of both it is the covariance of their changes. What is moved is rounded to that
+        dtype anyway; all passes over all tokens are in it.
         """
-        features = _by_token(values[:, self._positions])
-        features = features - features.mean(dim=0)
-        features = functional.normalize(features / (features.square().mean(dim=0).sqrt() + 1e-6), dim=1)
-        alike = (features @ features[self._learnt].T).clamp_(min=0.0).square_()
-        self._common, weights = self._common.to(alike.dtype), weights.to(alike.dtype)
-        return alike.mul_(_ALIKE).add_(self._common).mul_(weights[:, None]).mul_(weights[self._learnt][None, :])
+        features = _by_token(values)
+        features[self._between] = 0.0
+        features -= features.sum(dim=0) / self._num_tokens
+        features[self._between] = 0.0
+        features /= torch.linalg.vector_norm(features, dim=0).div_(self._num_tokens**0.5).add_(1e-6)
+        features /= torch.linalg.vector_norm(features, dim=1, keepdim=True).clamp_(min=1e-3)
+        self._common = self._common.to(features.dtype)
+        return (features @ features[self._learnt].T).clamp_(min=0.0).square_().add_(self._common)
 
 
 def _by_token(heads: torch.Tensor) -> torch.Tensor:
