@@ -15,6 +15,9 @@ import torch.nn.functional as F
 QUERY_BLOCK = 128
 """Queries per block: smaller wastes less of the rectangle, larger has fewer kernel calls."""
 
+_FEW_ROWS = 64
+"""Fewer queries than these leave a CPU kernel's blocks half empty, unless the heads of a group are taken together."""
+
 BlockAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "QueryBlock"], torch.Tensor]
 
 
@@ -33,16 +36,21 @@ class QueryBlock:
     keys: tuple[int, int]
     visible: torch.Tensor | None
     is_causal: bool = False
-    _bias: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    _bias: dict[tuple[torch.dtype, int], torch.Tensor] = field(default_factory=dict)
 
-    def bias(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """Additive mask ``[1, 1, num_rows, num_keys]`` in the dtype of the queries, made once for all layers."""
+    def bias(self, dtype: torch.dtype, device: torch.device, repeats: int = 1) -> torch.Tensor | None:
+        """Additive mask in the dtype of the queries, made once for all layers.
+
+        Returns:
+            ``[1, 1, repeats * num_rows, num_keys]``, the rows once for every head that is packed with them.
+        """
         if self.visible is None:
             return None
-        if dtype not in self._bias:
+        if (dtype, repeats) not in self._bias:
             bias = torch.zeros(self.visible.shape, dtype=dtype, device=device)
-            self._bias[dtype] = bias.masked_fill_(~self.visible.to(device), torch.finfo(dtype).min)[None, None]
-        return self._bias[dtype]
+            bias.masked_fill_(~self.visible.to(device), torch.finfo(dtype).min)
+            self._bias[dtype, repeats] = bias.repeat(repeats, 1)[None, None]
+        return self._bias[dtype, repeats]
 
 
 def plan_blocks(positions: torch.Tensor, window: int | None, allow_causal: bool = True) -> list[QueryBlock]:
@@ -116,12 +124,13 @@ def sdpa_block(
     num_heads, num_rows = query.shape[1:3]
     num_kv_heads = key.shape[1]
     groups = num_heads // num_kv_heads
-    bias = block.bias(query.dtype, query.device)
-    if num_rows == 1 and groups > 1:
+    if groups > 1 and not block.is_causal and num_rows < (_FEW_ROWS if query.device.type == "cpu" else 2):
         # The heads of a group become rows of one query: nothing of the keys is copied for them.
-        packed = query.reshape(1, num_kv_heads, groups, query.shape[-1])
-        output = F.scaled_dot_product_attention(packed, key, value, scale=scaling)
-        return output.reshape(1, num_heads, 1, -1).transpose(1, 2)
+        packed = query.reshape(1, num_kv_heads, groups * num_rows, query.shape[-1])
+        bias = block.bias(query.dtype, query.device, repeats=groups)
+        output = F.scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scaling)
+        return output.reshape(1, num_heads, num_rows, -1).transpose(1, 2)
+    bias = block.bias(query.dtype, query.device)
     if groups > 1 and query.device.type != "cpu" and bias is not None:
         # With a mask CUDA has no fast kernel for grouped heads: repeating the keys is cheaper than the slow one.
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)

@@ -178,6 +178,14 @@ def test_a_mask_is_made_once_per_dtype() -> None:
     assert torch.isfinite(half).all()
 
 
+def test_a_mask_of_packed_heads_repeats_all_rows_for_every_head() -> None:
+    block = plan_blocks(torch.tensor([3, 7]), None)[0]
+    once, packed = (block.bias(torch.float32, torch.device("cpu"), repeats) for repeats in (1, 3))
+    assert once is not None
+    assert packed is not None
+    assert torch.equal(packed[0, 0], torch.cat([once[0, 0]] * 3))
+
+
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
 @pytest.mark.parametrize("window", [None, 1, 5, 100, 1000])
 @pytest.mark.parametrize("kind", KINDS)
