@@ -67,8 +67,9 @@ class Offset:
         self._weights, self._places = weights.to(device), learnt.to(device)
         self._learnt = (learnt - first).to(device)
         self._rows = torch.searchsorted(rows, learnt).to(device)
-        common = 1.0 + _SAME_CHUNK * (chunks[:, None] == chunks[learnt - first][None, :]).float()
-        self._common = (common / _ALIKE).to(device)
+        chunks = chunks.to(device)
+        common = 1.0 + _SAME_CHUNK * (chunks[:, None] == chunks[self._learnt][None, :]).float()
+        self._common = common / _ALIKE
         self._layouts, self._strength = layouts, strength
         self._to_span, self._from_learnt = Moves(torch.arange(first, end), device), Moves(-learnt, device)
 
@@ -120,7 +121,7 @@ class Offset:
         Times ``_ALIKE`` and the weights of both it is the covariance of their changes. What is moved is rounded to that
         dtype anyway; all passes over all tokens are in it.
         """
-        features = _by_token(values)
+        features = torch.cat(values.unbind(), dim=1)  # a copy, of a single head too: what follows is in place
         features[self._between] = 0.0
         features -= features.sum(dim=0) / self._num_tokens
         features[self._between] = 0.0

@@ -66,6 +66,44 @@ def test_nothing_but_the_tokens_of_chunks_is_moved() -> None:
     assert torch.equal(values[:, outside], setting.values[:, outside])
 
 
+def test_what_lies_between_chunks_is_left_alone_and_does_not_count() -> None:
+    draw = torch.Generator().manual_seed(2)
+    apart = torch.cat([torch.arange(5, 35), torch.arange(45, 75)])
+    keys, values, changes = (torch.randn(HEADS, 80, DIM, generator=draw) for _ in range(3))
+    found = []
+    for between in (0.0, 50.0):
+        keys[:, 35:45] = values[:, 35:45] = between
+        selected = apart[::3].contiguous()
+        offset = Offset(
+            apart,
+            torch.arange(NUM_TOKENS) // 30,
+            torch.ones(1, NUM_TOKENS),
+            selected,
+            selected,
+            [LAYOUT],
+            1.0,
+            torch.device("cpu"),
+        )
+        moved_keys, moved_values = keys.clone(), values.clone()
+        change = 0.1 * changes[:, selected] + 1.0
+        offset.correct(0, moved_keys, moved_values, keys[:, selected] + change, values[:, selected] + change)
+        assert torch.equal(moved_keys[:, 35:45], keys[:, 35:45])
+        assert torch.equal(moved_values[:, 35:45], values[:, 35:45])
+        found.append((moved_keys[:, apart], moved_values[:, apart]))
+    assert not torch.equal(found[0][1], values[:, apart])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_single_head_moves_as_each_of_two_equal_ones() -> None:
+    two, one = Setting(), Setting()
+    for name in ("keys", "values", "true_keys", "true_values"):
+        setattr(two, name, getattr(two, name)[:1].repeat(2, 1, 1))
+        setattr(one, name, getattr(one, name)[:1])
+    for moved, expected in zip(one.corrected(), two.corrected(), strict=True):
+        assert torch.allclose(moved[0], expected[0], atol=1e-5)
+
+
 def test_half_the_strength_moves_half_as_far() -> None:
     whole, half = Setting(), Setting(strength=0.5)
     for moved, halfway, before in zip(whole.corrected(), half.corrected(), (whole.keys, whole.values), strict=True):
