@@ -125,6 +125,15 @@ class TestFit:
         assert sum(item.divergence / found.predict(item.residual) for item in measurements) < len(measurements)
         assert found.predict(0.2) > 0.4 * 0.2 * 0.8
 
+    def test_the_margin_covers_the_ratio_at_which_the_curve_is_lowest(self, make_engine: EngineMaker) -> None:
+        # Divergence levels off: a power through all four is too low in the middle.
+        levels = {0.05: (0.4, 0.2), 0.1: (0.3, 0.19), 0.2: (0.2, 0.15), 0.4: (0.1, 0.03)}
+        points = [Measurement(n, ratio, *level) for n in range(30) for ratio, level in levels.items()]
+        found = fit(make_engine(), points)
+        assert found.margin > 1.2
+        for residual, divergence in levels.values():
+            assert divergence <= found.predict(residual) * (1 + 1e-9)
+
     def test_more_confidence_and_fewer_prompts_need_more_margin(self, make_engine: EngineMaker) -> None:
         engine, measurements = make_engine(), made_up(1.0, 0.4, spread=1.0)
         margins = [fit(engine, measurements, quantile=quantile).margin for quantile in (0.6, 0.8, 0.95)]
