@@ -60,16 +60,12 @@ class Offset:
         weights[:, inside] = sensitivity.sqrt()
         chunks = torch.full((end - first,), -1)
         chunks[inside] = chunk_index
-        is_between = torch.ones(end - first, dtype=torch.bool)
-        is_between[inside] = False
-        self._between = is_between.nonzero()[:, 0].to(device)
-        self._num_tokens = positions.numel()
+        chunks = chunks.to(device)
+        self._between, self._num_tokens = (chunks < 0).nonzero()[:, 0], positions.numel()
         self._weights, self._places = weights.to(device), learnt.to(device)
         self._learnt = (learnt - first).to(device)
         self._rows = torch.searchsorted(rows, learnt).to(device)
-        chunks = chunks.to(device)
-        common = 1.0 + _SAME_CHUNK * (chunks[:, None] == chunks[self._learnt][None, :]).float()
-        self._common = common / _ALIKE
+        self._common = (1.0 + _SAME_CHUNK * (chunks[:, None] == chunks[self._learnt][None, :]).float()) / _ALIKE
         self._layouts, self._strength = layouts, strength
         self._to_span, self._from_learnt = Moves(torch.arange(first, end), device), Moves(-learnt, device)
 
@@ -107,7 +103,7 @@ class Offset:
         weights = weights.to(keys.dtype)[:, None]
         for buffer, changes, turned in ((keys, changed_keys, layout), (values, changed_values, None)):
             coefficients = _trusted(inverses, _by_token(changes))
-            if not coefficients.any():
+            if coefficients is None:
                 continue
             coefficients *= (self._strength * _ALIKE**0.5 * learnt_weights)[:, None]
             moved = alike @ coefficients.to(alike.dtype).unflatten(1, (buffer.shape[0], -1)).transpose(0, 1)
@@ -143,7 +139,7 @@ def _inverses(covariance: torch.Tensor) -> torch.Tensor:
     return torch.cholesky_inverse(factors)  # no numbers where the KV holds none: then nothing is trusted
 
 
-def _trusted(inverses: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
+def _trusted(inverses: torch.Tensor, changes: torch.Tensor) -> torch.Tensor | None:
     """Coefficients of the regression with the noise that foretells left-out changes best.
 
     Args:
@@ -151,10 +147,10 @@ def _trusted(inverses: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
         changes: ``[n, dim]``.
 
     Returns:
-        ``[n, dim]``; zeros where leaving everything as it is would foretell them better.
+        ``[n, dim]``; ``None`` where leaving everything as it is would foretell them as well.
     """
     coefficients = inverses @ changes
     left_out = coefficients / inverses.diagonal(dim1=1, dim2=2)[..., None]  # what is known without a token, less it
     errors = left_out.square().sum(dim=(1, 2))
     best = int(errors.argmin())
-    return coefficients[best] if errors[best] < changes.square().sum() else torch.zeros_like(changes)
+    return coefficients[best] if errors[best] < changes.square().sum() else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import random
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 
@@ -154,12 +155,13 @@ def test_one_hot_chunk_survives_a_scan_of_a_hundred_cold_ones(name: EvictionPoli
 
 @pytest.mark.parametrize("name", ["lru", "lfu", "saving"])
 def test_operations_stay_cheap_with_ten_thousand_entries(name: EvictionPolicyName) -> None:
-    def items_made(num_entries: int) -> int:
+    def calls(num_entries: int) -> int:
         rng = random.Random(1)
         policy: EvictionPolicy[int] = make_policy(name)
         for one in range(num_entries):
             policy.add(one, rng.randint(1, 1000), 10.0)
-        with mock.patch.object(policy, "_item", wraps=policy._item) as item:
+        profile = cProfile.Profile()  # counts, where time depends on what else the machine does
+        with profile:
             for tick in range(10_000):
                 policy.use(rng.randrange(tick, num_entries + tick))
                 victim = policy.victim()
@@ -168,10 +170,9 @@ def test_operations_stay_cheap_with_ten_thousand_entries(name: EvictionPolicyNam
                 policy.add(victim, 10, 10.0)
                 policy.remove(tick)
                 policy.add(num_entries + tick, 10, 10.0)
-        return item.call_count
+        return pstats.Stats(profile).total_calls
 
-    # Three pushes a round; what is out of date is thrown away once per as many pushes as there are entries.
-    assert max(items_made(100), items_made(10_000)) < 3 * 3 * 10_000
+    assert calls(10_000) < 8 * calls(100)
 
 
 def test_an_unknown_policy_is_refused() -> None:

@@ -8,7 +8,7 @@ full prefill's, token by token, to learn what predicts how far it is off.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -227,8 +227,8 @@ def fit(
 
     A target gives all prompts about the same residual. So the exponent is how divergence falls within a prompt as more
     is recomputed, and the scale is a mean over prompts. Both come from the quasi-likelihood whose spread grows with
-    the mean, which needs no logarithm of a divergence near 0. Divergence levels off where little is recomputed, so that
-    one power is too low in the middle: the margin is what the ratio needs at which the curve is lowest.
+    the mean, which needs no logarithm of a divergence near 0. One power need not fit all ratios, so the margin is what
+    the mean over them needs, or the ratio at which the curve is lowest.
     """
     recompute = recompute or engine.config.recompute
     if not 0.5 < quantile < 1.0:
@@ -239,8 +239,8 @@ def fit(
     exponent = _exponent(prompts)
     scales = [float(np.exp(logs[:, 1] - exponent * logs[:, 0]).mean()) for logs in prompts]
     scale = float(np.mean(scales))
-    margin = max(1.0, bootstrap_mean(scales, confidence=2 * quantile - 1).high / scale)
-    margin = max(margin, *_margins(measurements, scale, exponent, quantile))
+    excesses = [[one / scale for one in scales], *_excesses(measurements, scale, exponent)]
+    margin = max(1.0, *(bootstrap_mean(found, confidence=2 * quantile - 1).high for found in excesses))
     return Calibration(
         fingerprint=engine.fingerprint,
         policy=recompute.policy,
@@ -262,13 +262,12 @@ def _by_prompt(measurements: Sequence[Measurement]) -> list[np.ndarray]:
     return [np.log(sorted(found)) for found in points.values() if len({residual for residual, _ in found}) > 1]
 
 
-def _margins(measurements: Sequence[Measurement], scale: float, exponent: float, quantile: float) -> Iterator[float]:
-    """Upper bounds of measured over predicted divergence, one per ratio."""
-    excess: defaultdict[float, list[float]] = defaultdict(list)
+def _excesses(measurements: Sequence[Measurement], scale: float, exponent: float) -> Iterable[list[float]]:
+    """Measured over predicted divergence, one list per ratio."""
+    found: defaultdict[float, list[float]] = defaultdict(list)
     for item in measurements:
-        excess[item.ratio].append(item.divergence / (scale * item.residual**exponent))
-    for found in excess.values():
-        yield bootstrap_mean(found, confidence=2 * quantile - 1).high
+        found[item.ratio].append(item.divergence / (scale * item.residual**exponent))
+    return found.values()
 
 
 def _exponent(prompts: Sequence[np.ndarray]) -> float:
