@@ -1,7 +1,7 @@
 """Runs models; with its two parts, model_cache and model_attention, all that knows transformers' interfaces.
 
-Nothing is patched. A forward pass over selected rows uses two extension points: a ``Cache`` whose layers scatter the
-new rows into the prompt's buffer before attention, and an attention function registered under our own name.
+A forward pass over selected rows uses two extension points: a ``Cache`` whose layers scatter the new rows into the
+prompt's buffer before attention, and an attention function registered under our own name. Nothing stays patched.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from cachecraft_rag.attention_record import AttentionObserver
 from cachecraft_rag.model_attention import ATTENTION_NAME, BatchPass, RowPass, set_pass
 from cachecraft_rag.model_cache import BatchLayer, BufferLayer, CaptureLayer, EndOfForward
 from cachecraft_rag.prompt_kv import PromptKV
+from cachecraft_rag.row_product import RowProducts
 from cachecraft_rag.sparse_attention import SparseKeys
 
 # Engines that share a model take turns: the attention name is a setting of the model.
@@ -52,6 +53,7 @@ class ModelAdapter:
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         # Modules read the attention name from their own config, which may be a part of the model's.
         self._configs = list({id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}.values())
+        self._row_products = RowProducts(self.model)
         with _locks_guard:
             self._lock = _locks.setdefault(self.model, threading.Lock())
         self._kv_shape: tuple[int, int, int, torch.dtype] | None = None
@@ -224,7 +226,8 @@ class ModelAdapter:
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = 0 if every_row else 1  # 0 keeps all
         ids, position_ids = token_ids.to(self.device), positions.to(self.device)
-        output = self.model(input_ids=ids, position_ids=position_ids, **arguments)
+        with self._row_products.active():
+            output = self.model(input_ids=ids, position_ids=position_ids, **arguments)
         logits: torch.Tensor = (output.logits if every_row else output.logits[:, -1:]).float()
         return logits
 

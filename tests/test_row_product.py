@@ -1,0 +1,90 @@
+"""One row times a linear layer's weights: the same numbers, and nothing of the model left changed."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from cachecraft_rag import row_product
+from cachecraft_rag.model_adapter import ModelAdapter
+from cachecraft_rag.row_product import RowProducts
+from tests.tiny_models import make
+
+NUM_TOKENS = 40
+IDS = torch.randint(3, 500, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+HERE = torch.arange(NUM_TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def _where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_product, "_pays", lambda: True)  # else a slow machine would test nothing
+
+
+def layer_of(dtype: torch.dtype, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(96, 160, bias=bias, dtype=dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96)])
+def test_one_row_is_the_linear_layer_to_rounding(shape: tuple[int, ...], bias: bool) -> None:
+    layer, row = layer_of(torch.bfloat16, bias), torch.randn(shape, dtype=torch.bfloat16)
+    exact = layer.to(torch.float64)(row.double())
+    found = row_product.row_product(layer.bfloat16(), row)
+    assert found.shape == (*shape[:-1], 160)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.double(), exact, rtol=2**-8, atol=2**-9)
+
+
+@pytest.mark.parametrize(("dtype", "num_rows"), [(torch.bfloat16, 2), (torch.float32, 1), (torch.float16, 1)])
+def test_more_rows_and_other_dtypes_are_left_to_the_layer_bit_by_bit(dtype: torch.dtype, num_rows: int) -> None:
+    layer, rows = layer_of(dtype), torch.randn(1, num_rows, 96, dtype=dtype)
+    assert torch.equal(row_product.row_product(layer, rows), layer(rows))
+
+
+def test_a_row_in_another_dtype_fails_as_the_layer_does() -> None:
+    with pytest.raises(RuntimeError, match="dtype"):
+        row_product.row_product(layer_of(torch.bfloat16), torch.randn(1, 96))
+
+
+def test_layers_are_as_they_were_afterwards_also_behind_an_error() -> None:
+    model = nn.Sequential(layer_of(torch.bfloat16), nn.ReLU())
+    before = dict(model[0].__dict__)
+    with pytest.raises(KeyError), RowProducts(model).active():
+        assert isinstance(model[0].forward, partial)
+        raise KeyError
+    assert model[0].__dict__ == before
+
+
+def test_layers_that_somebody_else_replaced_and_other_types_are_left_alone() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2.0 * super().forward(input)
+
+    wrapped = layer_of(torch.bfloat16)
+    wrapped.forward = lambda input: input  # type: ignore[method-assign]
+    model = nn.ModuleList([wrapped, Doubled(96, 4, dtype=torch.bfloat16)])
+    row = torch.randn(1, 96, dtype=torch.bfloat16)
+    before = [module(row) for module in model]
+    with RowProducts(model).active():
+        assert all(torch.equal(module(row), expected) for module, expected in zip(model, before, strict=True))
+    assert wrapped(row) is row
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+def test_decoding_goes_through_it_and_gives_the_models_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(name, torch.bfloat16)
+    adapter, kv, calls = ModelAdapter(model), None, []
+    kv = adapter.new_kv(NUM_TOKENS)
+    adapter.forward_rows(IDS[:-1], HERE[:-1], kv)
+    own = torch.mv, torch.addmv
+    monkeypatch.setattr(torch, "mv", lambda *given: calls.append(1) or own[0](*given))
+    monkeypatch.setattr(torch, "addmv", lambda *given: calls.append(1) or own[1](*given))
+    found = adapter.forward_rows(IDS[-1:], HERE[-1:], kv)
+    assert len(calls) == sum(type(module) is nn.Linear for module in model.modules())
+    with torch.inference_mode():
+        expected = model(input_ids=IDS[None]).logits[0, -1].float()
+    assert torch.allclose(found, expected, atol=0.02 * float(expected.abs().max()))
