@@ -127,6 +127,8 @@ class Scheduler:
             with self._turn:
                 if self._is_for_caller(ticket):  # still: another thread may have come while the turn was another's
                     self._runner.step()
+        if self._is_threaded:
+            release_workers()  # of the steps taken until another thread took over
         piece = ticket.pieces.get()
         if ticket.is_parked:
             self._wake_thread()

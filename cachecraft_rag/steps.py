@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from cachecraft_rag.cancellation import Cancellation
 from cachecraft_rag.errors import RequestCancelledError
+from cachecraft_rag.thread_workers import release_workers
 
 # An event loop's own has a handful of threads on a small machine, and so many answers at once would be all there are.
 _workers = ThreadPoolExecutor(max_workers=256, thread_name_prefix="cachecraft-step")
@@ -85,4 +86,12 @@ class Steps(Generic[T]):
 
 async def _in_worker(step: Callable[[], T]) -> T:
     """``asyncio.to_thread`` with threads of our own."""
-    return await asyncio.get_running_loop().run_in_executor(_workers, copy_context().run, step)
+    return await asyncio.get_running_loop().run_in_executor(_workers, copy_context().run, _and_release, step)
+
+
+def _and_release(step: Callable[[], T]) -> T:
+    """Take a step. The next one may be another thread's, which PyTorch's workers of this one would slow down."""
+    try:
+        return step()
+    finally:
+        release_workers()

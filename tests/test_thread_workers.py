@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from cachecraft_rag import steps
+from cachecraft_rag.request import Request
+from cachecraft_rag.steps import Steps
 from cachecraft_rag.thread_workers import release_workers
 from tests.conftest import EngineMaker, passage, rag_prompt
 
@@ -86,3 +92,52 @@ def test_a_thread_that_was_answered_keeps_none(
     run_aside(lambda: (compute(), engine.generate(rag_prompt(1, 2))))
     run_aside(lambda: (compute(), list(engine.stream(rag_prompt(1, 3)))))
     assert num_workers() <= before  # fewer where this thread had some
+
+
+def test_a_thread_that_another_one_took_over_from_keeps_none(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    engine.warm([passage(number) for number in (1, 2, 3)])
+    release_workers()
+    run, begun, gates = engine._prefiller.run, [threading.Event(), threading.Event()], [threading.Event() for _ in "ab"]
+
+    def held(request: Request, reuse: bool) -> None:
+        number = sum(event.is_set() for event in begun)
+        compute() if number == 0 else release_workers()  # the scheduler's thread may have drawn a token
+        begun[number].set()
+        assert gates[number].wait(60)
+        run(request, reuse)
+
+    monkeypatch.setattr(engine._prefiller, "run", held)
+    with ThreadPoolExecutor(2) as pool:
+        before = num_workers()
+        first = pool.submit(engine.generate, rag_prompt(1, 2))
+        assert begun[0].wait(60)
+        second = pool.submit(engine.generate, rag_prompt(2, 3))
+        until = time.monotonic() + 60
+        while engine._scheduler._thread is None:
+            assert time.monotonic() < until, "the scheduler's thread never started"
+        gates[0].set()  # the first thread ends its step, and waits for the other one from here on
+        assert begun[1].wait(60)
+        try:
+            while num_workers() > before:
+                assert time.monotonic() < until, "workers of the first thread are still there"
+                time.sleep(0.002)
+        finally:
+            gates[1].set()
+        assert first.result().text != "" != second.result().text
+
+
+def test_a_step_of_an_event_loop_leaves_none_to_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pieces() -> Iterator[int]:
+        while True:
+            compute()
+            yield 1
+
+    release_workers()
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(steps, "_workers", pool)
+        before = num_workers()
+        assert asyncio.run(Steps(pieces()).take()) == 1  # type: ignore[arg-type]
+        assert num_workers() <= before
