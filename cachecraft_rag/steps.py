@@ -86,6 +86,7 @@ class Steps(Generic[T]):
 
 async def _in_worker(step: Callable[[], T]) -> T:
     """``asyncio.to_thread`` with threads of our own."""
+    release_workers()  # the loop's thread has some where it has computed an embedding
     return await asyncio.get_running_loop().run_in_executor(_workers, copy_context().run, _and_release, step)
 
 

@@ -129,15 +129,21 @@ def test_a_thread_that_another_one_took_over_from_keeps_none(
         assert first.result().text != "" != second.result().text
 
 
-def test_a_step_of_an_event_loop_leaves_none_to_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_an_event_loop_leave_none_to_its_thread_nor_to_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
     def pieces() -> Iterator[int]:
-        while True:
-            compute()
-            yield 1
+        found.append(num_workers())
+        compute()
+        yield 1
+
+    async def ask() -> int | None:
+        compute()
+        return await Steps(pieces()).take()  # type: ignore[arg-type]
 
     release_workers()
     with ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(steps, "_workers", pool)
         before = num_workers()
-        assert asyncio.run(Steps(pieces()).take()) == 1  # type: ignore[arg-type]
-        assert num_workers() <= before
+        assert asyncio.run(ask()) == 1
+        assert [*found, num_workers()] == [before, before]
