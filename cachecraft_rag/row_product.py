@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+_PLAIN: tuple[type, ...] = (nn.Parameter, torch.Tensor)  # types made from them have products of their own
 _PROBE_SHAPE = (4096, 1024)  # 8 MiB: more than a core's cache holds, and read in less than a millisecond
 _PROBES = 5
 _CLEARLY = 0.9  # both round alike, so what is no gain is left as PyTorch has it
@@ -48,8 +49,8 @@ class RowProducts:
 
 def row_product(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     """What ``layer`` makes of ``rows`` ``[..., in_features]``: ``[..., out_features]``; one row by a vector product."""
-    weight, bias = layer.weight, layer.bias
-    is_plain = type(weight) is nn.Parameter and weight.is_cpu and weight.dtype == rows.dtype == torch.bfloat16
+    weight, bias = layer.weight, cast("torch.Tensor | None", layer.bias)
+    is_plain = type(weight) in _PLAIN and weight.is_cpu and weight.dtype == rows.dtype == torch.bfloat16
     if not is_plain or rows.numel() != weight.shape[1]:
         return F.linear(rows, weight, bias)
     row = rows.reshape(-1)
