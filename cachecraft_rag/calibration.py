@@ -20,10 +20,10 @@ class Calibration(BaseModel):
     The prediction is ``margin * scale * residual ** exponent``. A residual is what a policy's scores add up to over the
     tokens that are not recomputed. The curve is fitted to the *mean* divergence and not to its logarithm: divergences
     scatter over orders of magnitude from question to question, and a line through logarithms finds their geometric
-    mean, far below the mean that a target is about. ``margin`` then covers what a sample of questions leaves uncertain,
-    and where the curve is too low: it is the largest upper confidence bound, over the ratios that were measured, of
-    measured over predicted divergence, whole questions drawn again, so that the mean over other questions of the kind
-    stays below the target too. A single answer may still be above it.
+    mean, far below the mean that a target is about. ``margin`` then covers what samples of questions leave uncertain,
+    and where the curve is too low: it is the largest upper prediction bound, over the ratios that were measured, of
+    measured over predicted divergence, whole questions drawn again, so that the mean over as many other questions of the
+    kind stays below the target too. A single answer may still be above it.
 
     Attributes:
         version: ``FORMAT_VERSION``.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cachecraft_rag.evaluate import Interval, bootstrap_mean, bootstrap_median, paired_difference, paired_ratio
+from cachecraft_rag.evaluate.bootstrap import predicted_mean
 
 
 def test_equal_values_have_an_interval_of_no_width() -> None:
@@ -33,6 +34,22 @@ def test_an_interval_of_more_confidence_is_wider() -> None:
     values = [float(number) for number in range(30)]
     narrow, wide = bootstrap_mean(values, confidence=0.5), bootstrap_mean(values, confidence=0.99)
     assert wide.low < narrow.low < 14.5 < narrow.high < wide.high
+
+
+def test_the_mean_of_as_many_others_lies_below_its_upper_end_as_often_as_promised() -> None:
+    draw = np.random.default_rng(0)
+    samples = draw.gamma(1.0, size=(400, 2, 40))
+    bounds = [predicted_mean(ours, confidence=0.8, samples=400).high for ours, _ in samples]
+    kept = [new.mean() <= bound for (_, new), bound in zip(samples, bounds, strict=True)]
+    assert 0.86 <= np.mean(kept) <= 0.94  # a bound on the true mean alone is kept by 0.81 of the others
+
+
+def test_a_prediction_is_as_wide_as_two_samples_make_it() -> None:
+    values = np.random.default_rng(0).normal(3.0, 1.0, 400)
+    width = predicted_mean(values).high - predicted_mean(values).low
+    assert predicted_mean(values).value == pytest.approx(values.mean())
+    assert width == pytest.approx(2 * 1.96 * np.sqrt(2 / 400), rel=0.1)
+    assert predicted_mean([2.0, 2.0, 2.0]).high == 2.0
 
 
 def test_the_seed_decides_what_is_drawn() -> None:

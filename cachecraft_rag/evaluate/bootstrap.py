@@ -49,6 +49,20 @@ def bootstrap_mean(values: Sequence[float], confidence: float = 0.95, samples: i
     return _bootstrap("mean", values, confidence, samples, seed)
 
 
+def predicted_mean(values: Sequence[float], confidence: float = 0.95, samples: int = 2000, seed: int = 0) -> Interval:
+    """Mean, and where that of as many new values of the kind will lie: a prediction interval.
+
+    A new mean scatters about the true one as ours does, so it is as far from ours as two are that are drawn again.
+    Arguments and errors as in ``bootstrap_mean``.
+    """
+    numbers = _checked("values", values)
+    _check_options(confidence, samples)
+    pairs = zip(*(_draws(numbers.size, samples, number) for number in (seed, seed + 1)), strict=True)
+    apart = np.concatenate([numbers[ours].mean(axis=1) - numbers[new].mean(axis=1) for ours, new in pairs])
+    mean = float(numbers.mean())
+    return _interval(mean, mean + apart, confidence)
+
+
 def bootstrap_median(values: Sequence[float], confidence: float = 0.95, samples: int = 2000, seed: int = 0) -> Interval:
     """Median with a percentile interval; arguments and errors as in ``bootstrap_mean``."""
     return _bootstrap("median", values, confidence, samples, seed)

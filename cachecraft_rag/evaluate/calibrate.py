@@ -21,7 +21,7 @@ from cachecraft_rag.config import RecomputeConfig, SamplingConfig
 from cachecraft_rag.deviation import DeviationFit, DeviationModel, relative_deviation
 from cachecraft_rag.engine import CacheCraftEngine
 from cachecraft_rag.errors import UnsupportedModelError
-from cachecraft_rag.evaluate.bootstrap import bootstrap_mean
+from cachecraft_rag.evaluate.bootstrap import predicted_mean
 from cachecraft_rag.evaluate.fitting import fits
 from cachecraft_rag.evaluate.teacher import kl_divergence, score
 from cachecraft_rag.prompt import RagPrompt
@@ -73,7 +73,7 @@ def calibrate(
         ratios: Recompute ratios to measure, between 0 and 1.
         answer_tokens: Longest answer in tokens.
         recompute: Policy and its settings; ``None`` takes the engine's. The ratio is not looked at.
-        quantile: Confidence that the mean over all prompts of the kind is below the prediction; above 0.5.
+        quantile: Confidence that the mean over as many other prompts of the kind is below the prediction; above 0.5.
         show_progress: Whether to show a progress bar.
 
     Raises:
@@ -240,7 +240,7 @@ def fit(
     scales = [float(np.exp(logs[:, 1] - exponent * logs[:, 0]).mean()) for logs in prompts]
     scale = float(np.mean(scales))
     excesses = [[one / scale for one in scales], *_excesses(measurements, scale, exponent)]
-    margin = max(1.0, *(bootstrap_mean(found, confidence=2 * quantile - 1).high for found in excesses))
+    margin = max(1.0, *(predicted_mean(found, confidence=2 * quantile - 1).high for found in excesses))
     return Calibration(
         fingerprint=engine.fingerprint,
         policy=recompute.policy,
