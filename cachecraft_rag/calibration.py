@@ -22,8 +22,8 @@ class Calibration(BaseModel):
     scatter over orders of magnitude from question to question, and a line through logarithms finds their geometric
     mean, far below the mean that a target is about. ``margin`` then covers what samples of questions leave uncertain,
     and where the curve is too low: it is the largest upper prediction bound, over the ratios that were measured, of
-    measured over predicted divergence, whole questions drawn again, so that the mean over as many other questions of the
-    kind stays below the target too. A single answer may still be above it.
+    measured over predicted divergence, whole questions drawn again, so that the mean over as many other questions of
+    the kind stays below the target too. A single answer may still be above it.
 
     Attributes:
         version: ``FORMAT_VERSION``.
