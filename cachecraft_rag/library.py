@@ -95,7 +95,7 @@ class ChunkLibrary:
 
         A chunk so long that no prompt with it can reuse anything is left out.
         """
-        keys, encoder = self._keys(namespace), self._encoder
+        keys, encoder = self.keys(namespace), self._encoder
         since = self.forgetting.count(namespace)
         computed = 0
         for text in tqdm(texts, desc="chunks", unit="chunk", disable=not show_progress):
@@ -162,10 +162,20 @@ class ChunkLibrary:
             self.questions.forget(namespace)
         return self.store.clear(namespace)
 
+    def keys(self, namespace: str) -> KeyMaker:
+        """Keys for the model as it is now, which takes milliseconds to find out.
+
+        The prefix's own KV is only right for these weights too.
+        """
+        fingerprint = self._state.fingerprint()
+        if fingerprint != self._fingerprint:
+            self._fingerprint, self._encoder = fingerprint, self._new_encoder()
+        return KeyMaker(fingerprint, self._tokenizer_fingerprint, namespace)
+
     def look_up(
         self,
         encoded: EncodedPrompt,
-        namespace: str,
+        keys: KeyMaker,
         lazily: bool = True,
         alpha: float | None = None,
         since: int | None = None,
@@ -174,22 +184,22 @@ class ChunkLibrary:
 
         ``since`` is ``Forgetting.count`` when the prompt came, now by default.
         """
-        chunks = self._request_chunks(encoded, namespace, None if alpha is None else 1.0, since)
+        chunks = self._request_chunks(encoded, keys, None if alpha is None else 1.0, since)
         self._look_up.find(chunks, lazily, alpha)
         return chunks
 
-    def look_up_exact(self, encoded: EncodedPrompt, namespace: str) -> list[RequestChunk]:
+    def look_up_exact(self, encoded: EncodedPrompt, keys: KeyMaker) -> list[RequestChunk]:
         """Find the stored KV, read in full, of those chunks for which it is exact; the others have none."""
-        chunks = self._request_chunks(encoded, namespace)
+        chunks = self._request_chunks(encoded, keys)
         self._look_up.find_exact(chunks)
         return chunks
 
     def _request_chunks(
-        self, encoded: EncodedPrompt, namespace: str, cfo: float | None = None, since: int | None = None
+        self, encoded: EncodedPrompt, keys: KeyMaker, cfo: float | None = None, since: int | None = None
     ) -> list[RequestChunk]:
         """The chunks of a prompt before anything is looked up; ``cfo`` is that of what is not found."""
-        since = self.forgetting.count(namespace) if since is None else since
-        chunks = request_chunks(encoded, self._keys(namespace), self._encoder.context, cfo, since)
+        since = self.forgetting.count(keys.namespace) if since is None else since
+        chunks = request_chunks(encoded, keys, self._encoder.context, cfo, since)
         for span, chunk in zip(encoded.spans, chunks, strict=True):
             for origin in span.origins or (span.text,):
                 self._link(origin, chunk.key if chunk.whole is None else chunk.whole.key)
@@ -206,14 +216,14 @@ class ChunkLibrary:
             key = chunk.whole.key
             self.store.documents.add(key.namespace, _pieces_of(key.chunk), [chunk.exact_key.chunk])
 
-    def find_head(self, encoded: EncodedPrompt, namespace: str) -> ChunkKV | None:
+    def find_head(self, encoded: EncodedPrompt, keys: KeyMaker) -> ChunkKV | None:
         """Exact KV of what a prompt begins with; see ``PromptHeads``."""
-        return self._heads.find(encoded, self._keys(namespace))
+        return self._heads.find(encoded, keys)
 
-    def keep_head(self, encoded: EncodedPrompt, namespace: str, kv: PromptKV, since: int) -> int:
+    def keep_head(self, encoded: EncodedPrompt, keys: KeyMaker, kv: PromptKV, since: int) -> int:
         """Keep what a prompt and an earlier one begin with; returns how many tokens were stored."""
-        with self.forgetting.keeping(namespace, since) as is_wanted:
-            return self._heads.learn(encoded, self._keys(namespace), kv) if is_wanted and not self._is_closed else 0
+        with self.forgetting.keeping(keys.namespace, since) as is_wanted:
+            return self._heads.learn(encoded, keys, kv) if is_wanted and not self._is_closed else 0
 
     def settle(self, chunks: Sequence[RequestChunk]) -> None:
         """Move what was read from slow tiers for a request to memory."""
@@ -324,15 +334,8 @@ class ChunkLibrary:
 
     def _chunks(self, texts: Iterable[str], namespace: str) -> list[str]:
         """``ChunkKey.chunk`` of texts."""
-        keys = self._keys(namespace)
+        keys = self.keys(namespace)
         return [keys.chunk(self._prompts.encode_chunk(text.strip())) for text in texts]
-
-    def _keys(self, namespace: str) -> KeyMaker:
-        """Keys for the model as it is now; the prefix's own KV is only right for these weights too."""
-        fingerprint = self._state.fingerprint()
-        if fingerprint != self._fingerprint:
-            self._fingerprint, self._encoder = fingerprint, self._new_encoder()
-        return KeyMaker(fingerprint, self._tokenizer_fingerprint, namespace)
 
     def _new_encoder(self) -> ChunkEncoder:
         return ChunkEncoder.of(self._config.encode, self._adapter, self._prompts)

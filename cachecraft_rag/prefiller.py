@@ -73,7 +73,7 @@ class Prefiller:
     def learn(self, request: Request) -> None:
         """After a complete answer: measure new chunks' sensitivity, keep KV that turned out exact, store new text.
 
-        Nothing of that where something was forgotten meanwhile, which the request may hold.
+        Nothing of that where something was forgotten meanwhile, which the request may hold, or the model has changed.
         """
         with request.timed("store_s"):
             if self._library.forgetting.count(request.namespace) == request.since:
@@ -106,8 +106,9 @@ class Prefiller:
         ratio = {"none": 0.0, "all": 1.0}.get(policy.name, request.recompute.ratio)
         with request.timed("load_s"):
             alpha = request.recompute.alpha if policy.name == "inter_attention" else None
-            request.chunks = self._library.look_up(request.encoded, request.namespace, lazily, alpha, request.since)
-            head = self._library.find_head(request.encoded, request.namespace)
+            keys = request.keys = self._library.keys(request.namespace)
+            request.chunks = self._library.look_up(request.encoded, keys, lazily, alpha, request.since)
+            head = self._library.find_head(request.encoded, keys)
             request.count_lookups()
             request.watch_answer(self._library.history, self._adapter.num_layers)
         with self._library.store.pinned([chunk.key for chunk in request.chunks]):
@@ -155,17 +156,15 @@ class Prefiller:
         full_prefill(self._adapter, request, reason, self._capability.reason is None, self._state.soft_prompted())
 
     def _keep_what_was_learnt(self, request: Request) -> None:
-        plan, kv = request.plan, request.kv
-        if plan is None or kv is None:
+        plan, kv, keys = request.plan, request.kv, request.keys
+        if plan is None or kv is None or keys is None or self._state.fingerprint() != keys.model:
             return
         if plan.chunk_budgets is not None:
             kept = self._library.keep_variants(plan, request.chunks, kv, request.recorder, request.recompute)
             request.figures["stored_tokens"] += kept
         elif plan.ratio >= 1.0 and self._config.keep_exact:
             request.figures["stored_tokens"] += self._library.keep_exact(plan, request.chunks, kv)
-        request.figures["stored_tokens"] += self._library.keep_head(
-            request.encoded, request.namespace, kv, request.since
-        )
+        request.figures["stored_tokens"] += self._library.keep_head(request.encoded, keys, kv, request.since)
         if request.watch is not None:
             request.watch.keep()
         if request.asked is not None and self._library.questions is not None:

@@ -205,8 +205,8 @@ class Refinement:
         if self._capability.reason_for(token_ids.numel()) is not None or not self._may_go_on(job):
             return
         assert self._capability.rope is not None, "a model that can reuse chunks has a known rotation"
-        fingerprint = self._state.fingerprint()
-        chunks = self._library.look_up_exact(job.beginning, job.namespace)
+        keys = self._library.keys(job.namespace)
+        chunks = self._library.look_up_exact(job.beginning, keys)
         found = [chunk.chunk_kv is not None for chunk in chunks]
         if all(found):
             return
@@ -219,7 +219,7 @@ class Refinement:
                 return
             self._adapter.forward_rows(token_ids[rows], rows, kv)
             self._count(forwards=1, computed_tokens=rows.numel())
-        if not self._is_given_up(job) and self._state.fingerprint() == fingerprint:
+        if not self._is_given_up(job) and self._state.fingerprint() == keys.model:
             self._count(refined=1, stored_tokens=self._library.keep_exact(plan, chunks, kv))
 
     def _count(self, **figures: int) -> None:

@@ -16,6 +16,7 @@ from cachecraft_rag.config import RecomputeConfig, SamplingConfig
 from cachecraft_rag.decode import NextLogits
 from cachecraft_rag.deviation import DeviationModel
 from cachecraft_rag.history import AnswerHistory, AnswerWatch
+from cachecraft_rag.keys import KeyMaker
 from cachecraft_rag.plan import Action, RequestPlan
 from cachecraft_rag.prefill import PrefillResult
 from cachecraft_rag.prompt import EncodedPrompt
@@ -42,6 +43,7 @@ class Request:
         question: The user's question, where the prompt names it.
         asked: The same with what is known from similar ones, where these are looked for.
         figures: Fields of ``RequestStats`` as they become known.
+        keys: Names what is stored, for the model as it was when the request was begun; ``None`` without reuse.
         chunks: The chunks, when they are reused.
         plan: What happens to them.
         kv: The prompt's buffer; ``None`` for a model that keeps its own cache.
@@ -62,6 +64,7 @@ class Request:
     question: str = ""
     asked: AskedQuestion | None = None
     figures: dict[str, Any] = field(default_factory=dict)
+    keys: KeyMaker | None = None
     chunks: list[RequestChunk] = field(default_factory=list)
     plan: RequestPlan | None = None
     kv: PromptKV | None = None

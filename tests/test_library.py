@@ -28,7 +28,9 @@ def test_kv_of_its_true_place_is_never_averaged_with_that_of_another(precision: 
         true_keys = request.kv.keys[:, 0].clone()
         engine.generate(prompt)
         engine.generate(prompt)
-        for chunk, span in zip(engine.library.look_up(request.encoded, "default"), request.encoded.spans, strict=True):
+        for chunk, span in zip(
+            engine.library.look_up(request.encoded, engine.library.keys("default")), request.encoded.spans, strict=True
+        ):
             assert chunk.chunk_kv is not None
             assert chunk.key == chunk.exact_key
             keys, expected = chunk.chunk_kv.complete().keys, true_keys[:, :, span.start : span.end]

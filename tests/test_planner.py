@@ -521,7 +521,7 @@ class TestDisk:
             first.generate(rag_prompt(1, 2))
         with on_disk(tmp_path) as second:
             (key,) = second.store.variants(chunk_of(second, 2))
-            second.library.look_up(second.prompts.encode(rag_prompt(1, 2)), "default", alpha=1.0)
+            second.library.look_up(second.prompts.encode(rag_prompt(1, 2)), second.library.keys("default"), alpha=1.0)
             assert isinstance(second.store, TieredStore)
             assert second.store.stats().tiers[1].bytes_loaded == 0
             assert second.store.contains(key)

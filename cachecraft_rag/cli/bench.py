@@ -163,7 +163,7 @@ def _tried(engine: CacheCraftEngine, prompt: RagPrompt) -> tuple[float, float, f
     times = [time.perf_counter()]
     encoded = engine.prompts.encode(prompt, engine.library.registry, engine.config.namespace)
     times.append(time.perf_counter())
-    chunks = engine.library.look_up(encoded, engine.config.namespace)
+    chunks = engine.library.look_up(encoded, engine.library.keys(engine.config.namespace))
     times.append(time.perf_counter())
     for chunk_kv in (chunk.chunk_kv for chunk in chunks if chunk.chunk_kv is not None and not chunk.chunk_kv.is_read):
         for layer_idx in range(engine.model.config.num_hidden_layers):

@@ -116,13 +116,14 @@ def _planner(
 
     def plan_with(recompute: RecomputeConfig) -> RequestPlan:
         alpha = recompute.alpha if recompute.policy == BY_CFO else None
-        chunks = engine.library.look_up(request.encoded, request.namespace, alpha=alpha)
+        keys = engine.library.keys(request.namespace)
+        chunks = engine.library.look_up(request.encoded, keys, alpha=alpha)
         num_missing = sum(chunk.chunk_kv is None for chunk in chunks)
         if num_missing:
             raise RuntimeError(
                 f"{num_missing} of {len(chunks)} chunks are not stored; warm them, and give the store more room"
             )
-        head = engine.library.find_head(request.encoded, request.namespace)
+        head = engine.library.find_head(request.encoded, keys)
         return plan_request(request.encoded, chunks, recompute.ratio, head)
 
     return plan_with

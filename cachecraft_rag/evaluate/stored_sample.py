@@ -46,7 +46,7 @@ def stored_chunks(engine: CacheCraftEngine, texts: Iterable[str]) -> list[Stored
     for text in texts:
         engine.warm([text])
         request = engine.intake.take(RagPrompt(chunks=(text,)), SamplingConfig(max_new_tokens=1), RecomputeConfig())
-        found = engine.library.look_up(request.encoded, request.namespace)
+        found = engine.library.look_up(request.encoded, engine.library.keys(request.namespace))
         if len(found) != 1 or found[0].chunk_kv is None:
             raise RuntimeError("a chunk of the sample is not stored: give the store more room")
         chunks.append(StoredChunk(text, found[0].key, found[0].chunk_kv.complete()))
