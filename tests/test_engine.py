@@ -46,7 +46,7 @@ def decoded(engine: CacheCraftEngine, prompt: RagPrompt) -> tuple[str, str]:
 
 def stored(engine: CacheCraftEngine, *numbers: int) -> dict[ChunkKey, ChunkKV]:
     """The entries of some passages."""
-    keys = engine.library._keys("default")
+    keys = engine.library.keys("default")
     chunks = [keys.chunk(engine.prompts.encode_chunk(passage(number))) for number in numbers]
     found = {key: engine.store.get(key) for chunk in chunks for key in engine.store.variants(chunk)}
     return {key: entry for key, entry in found.items() if entry is not None}

@@ -119,7 +119,7 @@ def test_prefetched_chunks_are_in_memory_when_the_question_comes(tmp_path: Path)
 def test_pins_are_gone_after_an_answer_and_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_on(tmp_path) as engine:
         engine.generate(rag_prompt(1))
-        (key,) = engine.store.variants(engine.library._keys("default").chunk(engine.prompts.encode_chunk(passage(1))))
+        (key,) = engine.store.variants(engine.library.keys("default").chunk(engine.prompts.encode_chunk(passage(1))))
         assert engine.store.pin_count(key) == 0
         held: list[int] = []
 

@@ -45,7 +45,7 @@ def entries(engine: CacheCraftEngine, number: int, namespace: str = "default") -
 
 
 def chunk_of(engine: CacheCraftEngine, number: int, namespace: str = "default") -> str:
-    return engine.library._keys(namespace).chunk(engine.prompts.encode_chunk(passage(number)))
+    return engine.library.keys(namespace).chunk(engine.prompts.encode_chunk(passage(number)))
 
 
 def variants(engine: CacheCraftEngine, number: int) -> dict[ChunkKey, VariantInfo]:
