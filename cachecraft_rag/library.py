@@ -96,8 +96,7 @@ class ChunkLibrary:
         A chunk so long that no prompt with it can reuse anything is left out.
         """
         keys, encoder = self.keys(namespace), self._encoder
-        since = self.forgetting.count(namespace)
-        computed = 0
+        since, computed = self.forgetting.count(namespace), 0
         for text in tqdm(texts, desc="chunks", unit="chunk", disable=not show_progress):
             if self._is_closed:
                 break
@@ -107,7 +106,11 @@ class ChunkLibrary:
             if not token_ids or self.capability.reason_for(len(token_ids)) is not None:
                 continue
             if not self.store.touch(key):  # or the chunks that are new would push it out
-                computed += self._keep(key, encoder.encode(token_ids, with_sensitivity=True), since, static)
+                chunk_kv = encoder.encode(token_ids, with_sensitivity=True)
+                while self._state.fingerprint() != keys.model:  # changed under our hands: this KV is of no model
+                    keys, encoder = self.keys(namespace), self._encoder
+                    key, chunk_kv = keys.key(token_ids, encoder.context), encoder.encode(token_ids, True)
+                computed += self._keep(key, chunk_kv, since, static)
             elif static and (stored := self.store.get(key)) is not None:
                 is_measured = stored.sensitivity is not None
                 self._keep(key, stored if is_measured else encoder.measure(stored), since, static=True)
@@ -261,7 +264,8 @@ class ChunkLibrary:
             chunk_kv = self._encoder.encode(chunk.token_ids, with_sensitivity)
             self.store.computed(chunk_kv.num_tokens, time.perf_counter() - started)
             counts["computed"] += chunk_kv.num_tokens * (self._encoder.num_passes if with_sensitivity else 1)
-            counts["stored"] += chunk_kv.num_tokens if self._keep(chunk.key, chunk_kv, chunk.since) else 0
+            is_kept = self._state.fingerprint() == chunk.model and self._keep(chunk.key, chunk_kv, chunk.since)
+            counts["stored"] += chunk_kv.num_tokens if is_kept else 0
         return chunk_kv
 
     def keep_exact(self, plan: RequestPlan, chunks: Sequence[RequestChunk], kv: PromptKV) -> int:

@@ -53,6 +53,7 @@ class RequestChunk:
         cfo: Share of its tokens to recompute, where variants are chosen by it.
         whole: What it is a piece of; ``None`` for a whole chunk.
         since: ``Forgetting.count`` of its namespace when it was looked for.
+        model: Fingerprint of the model that its keys name.
     """
 
     token_ids: tuple[int, ...]
@@ -65,6 +66,7 @@ class RequestChunk:
     cfo: float | None = None
     whole: WholeChunk | None = None
     since: int = 0
+    model: str = ""
 
     @property
     def prefix(self) -> Prefix:
@@ -119,7 +121,9 @@ def request_chunks(
             whole = WholeChunk(span.piece.token_ids, span.piece.start, *names)
         exact_key, key = (keys.key(ids, behind) for behind in (context, canonical))
         preceding = tuple(chunk.exact_key.chunk for chunk in chunks)
-        chunks.append(RequestChunk(ids, exact_key, key, preceding=preceding, cfo=cfo, whole=whole, since=since))
+        chunks.append(
+            RequestChunk(ids, exact_key, key, preceding=preceding, cfo=cfo, whole=whole, since=since, model=keys.model)
+        )
     return chunks
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from cachecraft_rag import CacheCraftEngine, EngineConfig, RagPrompt, RecomputeConfig, StoreConfig
+from cachecraft_rag.chunk_kv import ChunkKV
 from cachecraft_rag.encoder import ChunkEncoder
 from cachecraft_rag.store import MemoryStore
-from tests.conftest import EngineMaker, passage, rag_prompt
+from tests.conftest import EngineMaker, passage, prefill_logits, rag_prompt
 from tests.tiny_models import make, rope
 from tests.tiny_tokenizers import byte_level
 
@@ -118,3 +119,34 @@ def test_warming_chunks_that_fit_leaves_all_of_them_stored(make_engine: EngineMa
         wanted = [passage(n) for n in (1, 4, 5)]  # the first is the longest unused, and there already
         small.warm(wanted)
         assert small.is_stored(wanted) == [True] * 3
+
+
+@pytest.mark.parametrize("by_request", [True, False])
+def test_a_chunk_in_whose_computation_the_weights_changed_is_not_stored_as_of_either(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch, by_request: bool
+) -> None:
+    engine, other = make_engine(ratio=0.0), make_engine(ratio=0.0)
+    encode, weight = ChunkEncoder.encode, engine.model.get_input_embeddings().weight
+    num_changes = 0
+
+    def changing(encoder: ChunkEncoder, *arguments: Any, **options: Any) -> ChunkKV:
+        nonlocal num_changes
+        made = encode(encoder, *arguments, **options)
+        if num_changes == 0:
+            num_changes += 1
+            with torch.no_grad():
+                weight.mul_(1.5)
+        return made
+
+    before = weight.detach().clone()
+    monkeypatch.setattr(ChunkEncoder, "encode", changing)
+    if by_request:
+        engine.generate(rag_prompt(1))
+        assert not any(engine.library.is_stored([passage(1)], "default"))
+    else:
+        assert engine.warm([passage(1), passage(2)]) == 2
+        assert all(engine.library.is_stored([passage(1), passage(2)], "default"))
+    with torch.no_grad():
+        weight.copy_(before)
+    assert not any(engine.library.is_stored([passage(1), passage(2)], "default"))
+    torch.testing.assert_close(prefill_logits(engine, rag_prompt(1, 2))[0], prefill_logits(other, rag_prompt(1, 2))[0])
