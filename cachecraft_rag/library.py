@@ -109,7 +109,9 @@ class ChunkLibrary:
                 chunk_kv = encoder.encode(token_ids, with_sensitivity=True)
                 while self._state.fingerprint() != keys.model:  # changed under our hands: this KV is of no model
                     keys, encoder = self.keys(namespace), self._encoder
-                    key, chunk_kv = keys.key(token_ids, encoder.context), encoder.encode(token_ids, True)
+                    key = keys.key(token_ids, encoder.context)
+                    self._link(text, key)
+                    chunk_kv = encoder.encode(token_ids, with_sensitivity=True)
                 computed += self._keep(key, chunk_kv, since, static)
             elif static and (stored := self.store.get(key)) is not None:
                 is_measured = stored.sensitivity is not None
@@ -166,10 +168,7 @@ class ChunkLibrary:
         return self.store.clear(namespace)
 
     def keys(self, namespace: str) -> KeyMaker:
-        """Keys for the model as it is now, which takes milliseconds to find out.
-
-        The prefix's own KV is only right for these weights too.
-        """
+        """Keys for the model as it is now; the prefix's own KV is only right for these weights too."""
         fingerprint = self._state.fingerprint()
         if fingerprint != self._fingerprint:
             self._fingerprint, self._encoder = fingerprint, self._new_encoder()

@@ -144,8 +144,11 @@ def test_a_chunk_in_whose_computation_the_weights_changed_is_not_stored_as_of_ei
         engine.generate(rag_prompt(1))
         assert not any(engine.library.is_stored([passage(1)], "default"))
     else:
+        engine.register([passage(1)], document_id="lease")
         assert engine.warm([passage(1), passage(2)]) == 2
         assert all(engine.library.is_stored([passage(1), passage(2)], "default"))
+        stored = {entry.key.chunk for entry in engine.store.entries()}
+        assert len(engine.store.documents.chunks("default", "lease") & stored) == 1
     with torch.no_grad():
         weight.copy_(before)
     assert not any(engine.library.is_stored([passage(1), passage(2)], "default"))
