@@ -26,18 +26,18 @@ class RowProducts:
     """The linear layers of a model, for passes in which they multiply one row by a vector product.
 
     Args:
-        model: The model. Layers of other types (quantised ones), and those whose ``forward`` somebody else has
-            replaced, are left alone.
+        model: The model. Layers of other types (quantised ones), in other dtypes or on other devices, and those whose
+            ``forward`` somebody else has replaced, are left alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [module for module in model.modules() if type(module) is nn.Linear]
+        layers = [module for module in model.modules() if type(module) is nn.Linear and _is_plain(module.weight)]
+        self._layers = layers if layers and _pays() else []
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Have the layers use it; outside of this the model is as it was. One thread at a time."""
-        layers = self._layers if _pays() else []
-        taken = [layer for layer in layers if "forward" not in layer.__dict__]
+        taken = [layer for layer in self._layers if "forward" not in layer.__dict__]
         try:
             for layer in taken:
                 layer.__dict__["forward"] = partial(row_product, layer)  # past Module.__setattr__, which takes its time
@@ -50,12 +50,15 @@ class RowProducts:
 def row_product(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     """What ``layer`` makes of ``rows`` ``[..., in_features]``: ``[..., out_features]``; one row by a vector product."""
     weight, bias = layer.weight, cast("torch.Tensor | None", layer.bias)
-    is_plain = type(weight) in _PLAIN and weight.is_cpu and weight.dtype == rows.dtype == torch.bfloat16
-    if not is_plain or rows.numel() != weight.shape[1]:
+    if rows.numel() != weight.shape[1] or rows.dtype != weight.dtype or not _is_plain(weight):
         return F.linear(rows, weight, bias)
     row = rows.reshape(-1)
     output = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
     return output.view(*rows.shape[:-1], -1)
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    return type(weight) in _PLAIN and weight.is_cpu and weight.dtype == torch.bfloat16
 
 
 @cache

@@ -76,11 +76,17 @@ def test_layers_that_somebody_else_replaced_and_other_types_are_left_alone() -> 
     assert wrapped(row) is row
 
 
+def test_a_model_in_another_dtype_is_not_touched_at_all() -> None:
+    model = make("llama", torch.float32)
+    with RowProducts(model).active():
+        assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
 def test_decoding_goes_through_it_and_gives_the_models_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(name, torch.bfloat16)
-    adapter, kv, calls = ModelAdapter(model), None, []
-    kv = adapter.new_kv(NUM_TOKENS)
+    adapter = ModelAdapter(model)
+    kv, calls = adapter.new_kv(NUM_TOKENS), []
     adapter.forward_rows(IDS[:-1], HERE[:-1], kv)
     own = torch.mv, torch.addmv
     monkeypatch.setattr(torch, "mv", lambda *given: calls.append(1) or own[0](*given))
