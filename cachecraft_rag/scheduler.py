@@ -114,8 +114,6 @@ class Scheduler:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._serve, name="cachecraft-engine", daemon=True)
                     self._thread.start()
-        if self._is_threaded:
-            release_workers()  # another thread computes while this one waits
         self._wake_thread()
         if (cancellation := current_cancellation()) is not None:
             for ticket in tickets:
@@ -128,7 +126,7 @@ class Scheduler:
                 if self._is_for_caller(ticket):  # still: another thread may have come while the turn was another's
                     self._runner.step()
         if self._is_threaded:
-            release_workers()  # of the steps taken until another thread took over
+            release_workers()  # another thread computes while this one waits
         piece = ticket.pieces.get()
         if ticket.is_parked:
             self._wake_thread()
