@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cachecraft_rag import CacheCraftEngine
-from cachecraft_rag.keys import KeyMaker, tokenizer_fingerprint
 
 
 def chunk_keys(engine: CacheCraftEngine, texts: Iterable[str], namespace: str) -> list[str]:
@@ -16,7 +15,7 @@ def chunk_keys(engine: CacheCraftEngine, texts: Iterable[str], namespace: str) -
         texts: Chunk texts.
         namespace: Whose chunks.
     """
-    keys = KeyMaker(engine.fingerprint, tokenizer_fingerprint(engine.tokenizer), namespace)
+    keys = engine.library.keys(namespace)
     return [keys.chunk(engine.prompts.encode_chunk(text.strip())) for text in texts]
 
 
