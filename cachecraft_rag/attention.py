@@ -6,7 +6,7 @@ position, so a block of neighbours needs only the keys up to its own last positi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -162,9 +162,56 @@ def attention_mass(
     Returns:
         ``[num_keys]`` float32; sums to ``num_heads * num_rows``.
     """
+    mass = torch.zeros(key.shape[2], device=query.device)
+    for weights in _weights(query, key, positions, window, scaling, softcap):
+        mass += _summed(weights)
+    return mass
+
+
+def attend_with_mass(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    window: int | None,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of some queries, and how much they pay to every key: the weights are made once for both.
+
+    They are rounded to the dtype of the queries, which ``attend`` does not do.
+
+    Args:
+        query: As for ``attention_mass``, like all others.
+        key: The keys.
+        value: ``[1, num_kv_heads, num_keys, value_dim]``.
+        positions: Positions of the queries.
+        window: Sliding window of the layer.
+        scaling: Factor of the scores.
+
+    Returns:
+        Output ``[1, num_rows, num_heads, value_dim]``, and ``[num_keys]`` float32.
+    """
+    mass, outputs = torch.zeros(key.shape[2], device=query.device), []
+    for weights in _weights(query, key, positions, window, scaling, None):
+        mass += _summed(weights)
+        output = torch.matmul(weights.flatten(1, 2), value[0])
+        outputs.append(output.reshape(query.shape[1], -1, value.shape[-1]).transpose(0, 1))
+    return torch.cat(outputs)[None], mass
+
+
+def _weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: torch.Tensor,
+    window: int | None,
+    scaling: float,
+    softcap: float | None,
+) -> Iterator[torch.Tensor]:
+    """Softmax of a block of rows after the other, ``[num_kv_heads, groups, num_rows, num_keys]``, dtype of the queries.
+
+    Scores of all rows at once may take gigabytes.
+    """
     num_kv_heads, num_keys, head_dim = key.shape[1:]
-    mass = torch.zeros(num_keys, device=query.device)
-    # Scores of all rows at once may take gigabytes.
     for rows, places in zip(query[0].split(QUERY_BLOCK, dim=1), positions.split(QUERY_BLOCK), strict=True):
         grouped = (rows * scaling).reshape(num_kv_heads, -1, head_dim)  # first: a product of float16 may overflow
         scores = torch.matmul(grouped, key[0].transpose(-1, -2))
@@ -174,5 +221,12 @@ def attention_mass(
         first = int(places[0]) if window is None else 0  # every row sees all keys before the first one
         keys = torch.arange(first, num_keys, device=query.device)
         scores[..., first:].masked_fill_(~visible_keys(places.to(query.device), keys, window), float("-inf"))
-        mass += scores.softmax(dim=-1).sum(dim=(0, 1, 2), dtype=torch.float32)
-    return mass
+        yield scores.softmax(dim=-1)
+
+
+def _summed(weights: torch.Tensor) -> torch.Tensor:
+    """``[num_kv_heads, groups, num_rows, num_keys]`` summed to ``[num_keys]`` float32.
+
+    Sums of a head keep the dtype: a sum in another one copies everything first.
+    """
+    return weights.flatten(1, 2).sum(dim=1).sum(dim=0, dtype=torch.float32)

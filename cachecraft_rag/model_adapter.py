@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers.cache_utils import Cache
 
-from cachecraft_rag.attention import attention_mass
 from cachecraft_rag.attention_record import AttentionObserver
-from cachecraft_rag.model_attention import ATTENTION_NAME, BatchPass, RowPass, set_pass
+from cachecraft_rag.model_attention import ATTENTION_NAME, BatchPass, RecordingPass, RowPass, set_pass
 from cachecraft_rag.model_cache import BatchLayer, BufferLayer, CaptureLayer, EndOfForward
 from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.row_product import RowProducts
@@ -95,7 +95,8 @@ class ModelAdapter:
         Returns:
             Logits of the last row, ``[vocab_size]`` float32.
         """
-        return self._forward_rows(token_ids, positions, kv, observe, sparse=sparse)
+        make_pass = partial(RowPass, positions, self.windows, observe=observe, sparse=sparse)
+        return self._forward_rows(token_ids, positions, kv, make_pass)
 
     @torch.inference_mode()
     def forward_rows_recording(
@@ -103,38 +104,31 @@ class ModelAdapter:
     ) -> torch.Tensor:
         """Like ``forward_rows``, but returns the attention that the rows from ``record_from`` on pay.
 
-        It ends with the last layer's attention: what comes behind is of no use here.
+        It ends with the last layer's attention, so it returns no logits.
 
         Returns:
             ``[num_layers, positions[-1] + 1]`` float32, summed over heads and the recorded rows.
         """
-        recorded: list[torch.Tensor] = []
-
-        def observe(query: torch.Tensor, key: torch.Tensor, places: torch.Tensor, *options: Any) -> None:
-            rows = slice(record_from, None)
-            recorded.append(attention_mass(query[:, :, rows], key, places[rows], *options))
-            if len(recorded) == self.num_layers:
-                raise EndOfForward
-
+        masses: list[torch.Tensor] = []
+        make_pass = partial(RecordingPass, positions, self.windows, record_from=record_from, masses=masses)
         with suppress(EndOfForward):
-            self._forward_rows(token_ids, positions, kv, observe)
-        return torch.stack(recorded)
+            self._forward_rows(token_ids, positions, kv, make_pass)
+        return torch.stack(masses)
 
     def _forward_rows(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         kv: PromptKV,
-        observe: AttentionObserver | None,
+        make_pass: Callable[[str], RowPass],
         every_row: bool = False,
-        sparse: SparseKeys | None = None,
     ) -> torch.Tensor:
         start, end = int(positions[0]), int(positions[-1]) + 1
         is_run = end - start == positions.numel()
         rows = None if is_run else positions.to(kv.keys.device)
         layers: list[Any] = [BufferLayer(kv, layer_idx, rows, start, end) for layer_idx in range(self.num_layers)]
         with self._lock:  # before the model's own attention is read: another thread may have ours set
-            context = RowPass(positions, self.windows, self._base_attention(), observe, sparse)
+            context = make_pass(self._base_attention())
             with self._own_attention(context):
                 logits = self._call(token_ids[None], positions[None], Cache(layers=layers), every_row)
         self._check_calls(context)
@@ -172,7 +166,7 @@ class ModelAdapter:
     @torch.inference_mode()
     def forward_rows_scoring(self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PromptKV) -> torch.Tensor:
         """Like ``forward_rows``, but returns the logits of all rows, ``[num_rows, vocab_size]`` float32."""
-        return self._forward_rows(token_ids, positions, kv, None, every_row=True)
+        return self._forward_rows(token_ids, positions, kv, partial(RowPass, positions, self.windows), every_row=True)
 
     @torch.inference_mode()
     def forward_plain(self, token_ids: torch.Tensor, kv: PromptKV, window: int | None = None) -> torch.Tensor:

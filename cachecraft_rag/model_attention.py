@@ -14,8 +14,17 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from cachecraft_rag.attention import BlockAttention, QueryBlock, attend, plan_blocks, sdpa_block
+from cachecraft_rag.attention import (
+    BlockAttention,
+    QueryBlock,
+    attend,
+    attend_with_mass,
+    attention_mass,
+    plan_blocks,
+    sdpa_block,
+)
 from cachecraft_rag.attention_record import AttentionObserver
+from cachecraft_rag.model_cache import EndOfForward
 from cachecraft_rag.prompt_kv import PromptKV
 from cachecraft_rag.sparse_attention import SparseKeys
 
@@ -40,7 +49,7 @@ class RowPass:
     positions: torch.Tensor
     windows: tuple[int | None, ...]
     base: str
-    observe: AttentionObserver | None
+    observe: AttentionObserver | None = None
     sparse: SparseKeys | None = None
     calls: int = 0
     _blocks: dict[int | None, list[QueryBlock]] = field(default_factory=dict)
@@ -55,15 +64,64 @@ class RowPass:
         softcap: float | None,
     ) -> torch.Tensor:
         """Attention of one layer; ``query`` ``[1, num_heads, num_rows, head_dim]``."""
-        window = self.windows[self.calls] if self.calls < len(self.windows) else None
-        self.calls += 1
-        if window not in self._blocks:
-            self._blocks[window] = plan_blocks(self.positions, window, allow_causal=self.base == "sdpa")
+        window = self._next_window()
         if self.observe is not None:
             self.observe(query, key, self.positions, window, scaling, softcap)
+        blocks = self._blocks_of(self.positions, window)
         if self.sparse is not None:
-            return self.sparse.attend(query, key, value, self._blocks[window], kernel, scaling, softcap)
-        return attend(query, key, value, self._blocks[window], kernel)
+            return self.sparse.attend(query, key, value, blocks, kernel, scaling, softcap)
+        return attend(query, key, value, blocks, kernel)
+
+    def _next_window(self) -> int | None:
+        window = self.windows[self.calls] if self.calls < len(self.windows) else None
+        self.calls += 1
+        return window
+
+    def _blocks_of(self, positions: torch.Tensor, window: int | None) -> list[QueryBlock]:
+        if window not in self._blocks:
+            self._blocks[window] = plan_blocks(positions, window, allow_causal=self.base == "sdpa")
+        return self._blocks[window]
+
+
+@dataclass(eq=False)
+class RecordingPass(RowPass):
+    """A forward pass that is run for the attention that its last rows pay; it ends with the last layer's.
+
+    Attributes:
+        record_from: First of the rows whose attention is wanted.
+        masses: What they pay to every position, summed over heads and rows, ``[positions[-1] + 1]`` float32 per layer.
+    """
+
+    record_from: int = 0
+    masses: list[torch.Tensor] = field(default_factory=list)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kernel: BlockAttention,
+        scaling: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Attention of one layer; ``query`` ``[1, num_heads, num_rows, head_dim]``.
+
+        Raises:
+            EndOfForward: It was the last layer: what comes behind is of no use here.
+        """
+        window = self._next_window()
+        before, wanted = query[:, :, : self.record_from], query[:, :, self.record_from :]
+        places = self.positions[self.record_from :]
+        if self.base != "sdpa" or self.calls == len(self.windows):
+            self.masses.append(attention_mass(wanted, key, places, window, scaling, softcap))
+            if self.calls == len(self.windows):
+                raise EndOfForward
+            return attend(query, key, value, self._blocks_of(self.positions, window), kernel)
+        blocks = self._blocks_of(self.positions[: self.record_from], window)
+        outputs = [attend(before, key, value, blocks, kernel)] if blocks else []
+        output, mass = attend_with_mass(wanted, key, value, places, window, scaling)
+        self.masses.append(mass)
+        return torch.cat([*outputs, output], dim=1)
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from cachecraft_rag.attention import (
     QUERY_BLOCK,
     QueryBlock,
     attend,
+    attend_with_mass,
     attention_mass,
     plan_blocks,
     sdpa_block,
@@ -269,6 +270,34 @@ def test_attention_mass_is_the_sum_of_the_attention(
     assert mass.dtype == torch.float32
     assert torch.allclose(mass.double(), expected, atol=1e-4)
     assert float(mass.sum()) == pytest.approx(num_heads * len(positions), rel=1e-4)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize("kind", ["all", "one", "scattered"])
+def test_attention_with_its_mass_equals_each_of_both(
+    kind: str, window: int | None, num_heads: int, num_kv_heads: int
+) -> None:
+    positions = positions_of(kind, 2 * QUERY_BLOCK + 30)
+    num_keys = int(positions[-1]) + 1
+    query, key, value = tensors(num_heads, num_kv_heads, len(positions), num_keys, torch.float32, value_dim=3)
+    output, mass = attend_with_mass(query, key, value, positions, window, 0.3)
+    assert torch.equal(mass, attention_mass(query, key, positions, window, 0.3, None))
+    assert output.shape == (1, len(positions), num_heads, 3)
+    expected = reference(query, key, value, visible(positions, num_keys, window), 0.3)
+    assert torch.allclose(output.double(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_with_its_mass_stays_close_in_half_precision(dtype: torch.dtype) -> None:
+    positions = positions_of("scattered", 300)
+    query, key, value = tensors(4, 2, len(positions), int(positions[-1]) + 1, dtype)
+    output, mass = attend_with_mass(query, key, value, positions, None, 0.3)
+    assert (output.dtype, mass.dtype) == (dtype, torch.float32)
+    mask = visible(positions, key.shape[2], None)
+    assert torch.allclose(output.double(), reference(query, key, value, mask, 0.3), atol=4e-2)
+    expected = probabilities(query, key, mask, 0.3).sum(dim=(0, 1))
+    assert torch.allclose(mass.double(), expected, rtol=3e-2, atol=1e-3)
 
 
 def test_attention_mass_of_half_precision_is_float32() -> None:

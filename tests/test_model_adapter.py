@@ -50,15 +50,33 @@ def test_scattered_rows_replace_what_was_in_the_buffer() -> None:
     assert torch.allclose(adapter.forward_rows(IDS[wrong], wrong, kv), reference, atol=1e-4)
 
 
-def test_recorded_attention_equals_the_models_own() -> None:
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("record_from", [0, 40, NUM_TOKENS - 1])
+def test_recorded_attention_equals_the_models_own(record_from: int, implementation: str) -> None:
     model = make("llama")
     model.set_attn_implementation("eager")
-    adapter = ModelAdapter(model)
     with torch.inference_mode():
         attentions = model(input_ids=IDS[None], output_attentions=True).attentions
-    expected = torch.stack([layer[0, :, 40:].sum(dim=(0, 1)) for layer in attentions])
-    found = adapter.forward_rows_recording(IDS, HERE, adapter.new_kv(NUM_TOKENS), record_from=40)
+    expected = torch.stack([layer[0, :, record_from:].sum(dim=(0, 1)) for layer in attentions])
+    model.set_attn_implementation(implementation)
+    adapter = ModelAdapter(model)
+    kv = adapter.new_kv(NUM_TOKENS)
+    found = adapter.forward_rows_recording(IDS, HERE, kv, record_from)
     assert torch.allclose(found, expected, atol=1e-4)
+    plain = adapter.new_kv(NUM_TOKENS)
+    adapter.forward_plain(IDS, plain)
+    assert torch.allclose(kv.keys, plain.keys, atol=1e-4)  # the rows are computed, up to the last layer's KV
+    assert torch.allclose(kv.values, plain.values, atol=1e-4)
+
+
+def test_recording_ends_with_the_last_layers_attention() -> None:
+    model = make("llama")
+    reached: list[int] = []
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_hook(lambda *_, index=index: reached.append(index))
+    adapter = ModelAdapter(model)
+    adapter.forward_rows_recording(IDS, HERE, adapter.new_kv(NUM_TOKENS), 40)
+    assert reached == list(range(len(model.model.layers) - 1))
 
 
 def test_capture_ends_the_forward_pass_at_the_layer_asked_for() -> None:
