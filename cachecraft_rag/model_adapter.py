@@ -18,10 +18,10 @@ import torch
 from transformers.cache_utils import Cache
 
 from cachecraft_rag.attention_record import AttentionObserver
+from cachecraft_rag.linear_rows import LinearRows
 from cachecraft_rag.model_attention import ATTENTION_NAME, BatchPass, RecordingPass, RowPass, set_pass
 from cachecraft_rag.model_cache import BatchLayer, BufferLayer, CaptureLayer, EndOfForward
 from cachecraft_rag.prompt_kv import PromptKV
-from cachecraft_rag.row_product import RowProducts
 from cachecraft_rag.sparse_attention import SparseKeys
 
 # Engines that share a model take turns: the attention name is a setting of the model.
@@ -53,7 +53,7 @@ class ModelAdapter:
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         # Modules read the attention name from their own config, which may be a part of the model's.
         self._configs = list({id(m.config): m.config for m in self.model.modules() if hasattr(m, "config")}.values())
-        self._row_products = RowProducts(self.model)
+        self._linear_rows = LinearRows(self.model)
         with _locks_guard:
             self._lock = _locks.setdefault(self.model, threading.Lock())
         self._kv_shape: tuple[int, int, int, torch.dtype] | None = None
@@ -121,7 +121,6 @@ class ModelAdapter:
         positions: torch.Tensor,
         kv: PromptKV,
         make_pass: Callable[[str], RowPass],
-        every_row: bool = False,
     ) -> torch.Tensor:
         start, end = int(positions[0]), int(positions[-1]) + 1
         is_run = end - start == positions.numel()
@@ -130,10 +129,10 @@ class ModelAdapter:
         with self._lock:  # before the model's own attention is read: another thread may have ours set
             context = make_pass(self._base_attention())
             with self._own_attention(context):
-                logits = self._call(token_ids[None], positions[None], Cache(layers=layers), every_row)
+                logits = self._call(token_ids[None], positions[None], Cache(layers=layers), context)
         self._check_calls(context)
         kv.length = max(kv.length, end)
-        return logits[0] if every_row else logits[0, -1]
+        return logits[0] if context.every_row else logits[0, -1]
 
     @torch.inference_mode()
     def forward_batch(
@@ -166,7 +165,7 @@ class ModelAdapter:
     @torch.inference_mode()
     def forward_rows_scoring(self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PromptKV) -> torch.Tensor:
         """Like ``forward_rows``, but returns the logits of all rows, ``[num_rows, vocab_size]`` float32."""
-        return self._forward_rows(token_ids, positions, kv, partial(RowPass, positions, self.windows), every_row=True)
+        return self._forward_rows(token_ids, positions, kv, partial(RowPass, positions, self.windows, every_row=True))
 
     @torch.inference_mode()
     def forward_plain(self, token_ids: torch.Tensor, kv: PromptKV, window: int | None = None) -> torch.Tensor:
@@ -213,14 +212,15 @@ class ModelAdapter:
         return [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
 
     def _call(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, every_row: bool = False
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, row_pass: RowPass | None = None
     ) -> torch.Tensor:
         """Logits ``[batch, num_rows, vocab_size]`` float32 of ``[batch, num_rows]`` tokens: all rows, or the last."""
+        every_row, reads_last = (False, None) if row_pass is None else (row_pass.every_row, row_pass.reads_last)
         arguments: dict[str, Any] = {self._cache_name: cache, "use_cache": True}
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = 0 if every_row else 1  # 0 keeps all
         ids, position_ids = token_ids.to(self.device), positions.to(self.device)
-        with self._row_products.active():
+        with self._linear_rows.active(token_ids.shape[1], reads_last):
             output = self.model(input_ids=ids, position_ids=position_ids, **arguments)
         logits: torch.Tensor = (output.logits if every_row else output.logits[:, -1:]).float()
         return logits

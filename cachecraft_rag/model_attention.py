@@ -43,6 +43,7 @@ class RowPass:
         base: ``"sdpa"`` or ``"eager"``: whose numbers to give.
         observe: Called in every layer, in order, before its attention.
         sparse: Chooses the keys that are read; ``None`` reads all.
+        every_row: Whether the logits of all rows are wanted, not only those of the last.
         calls: Layers that have computed their attention.
     """
 
@@ -51,6 +52,7 @@ class RowPass:
     base: str
     observe: AttentionObserver | None = None
     sparse: SparseKeys | None = None
+    every_row: bool = False
     calls: int = 0
     _blocks: dict[int | None, list[QueryBlock]] = field(default_factory=dict)
 
@@ -67,10 +69,19 @@ class RowPass:
         window = self._next_window()
         if self.observe is not None:
             self.observe(query, key, self.positions, window, scaling, softcap)
-        blocks = self._blocks_of(self.positions, window)
         if self.sparse is not None:
+            blocks = self._blocks_of(self.positions, window)
             return self.sparse.attend(query, key, value, blocks, kernel, scaling, softcap)
-        return attend(query, key, value, blocks, kernel)
+        if self.reads_last():
+            last = attend(query[:, :, -1:], key, value, plan_blocks(self.positions[-1:], window), kernel)
+            output = last.new_zeros(1, query.shape[2], *last.shape[2:])
+            output[:, -1:] = last
+            return output
+        return attend(query, key, value, self._blocks_of(self.positions, window), kernel)
+
+    def reads_last(self) -> bool:
+        """Whether only the last row is read of what is computed from now on: the last layer has all keys it needs."""
+        return not self.every_row and self.calls == len(self.windows)
 
     def _next_window(self) -> int | None:
         window = self.windows[self.calls] if self.calls < len(self.windows) else None

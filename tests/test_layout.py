@@ -42,7 +42,7 @@ LAYERS = (
     ("tools",),
     ("plan",),
     ("selection", "offset", "candidates"),
-    ("model_adapter", "model_attention", "model_cache", "row_product"),
+    ("model_adapter", "model_attention", "model_cache", "linear_rows"),
     ("model_loader", "model_state", "capability", "verify"),
     ("quality",),
     ("prefill", "sampling"),
