@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from cachecraft_rag.rope import Moves, RotaryLayout
 
@@ -61,7 +62,9 @@ class Offset:
         chunks = torch.full((end - first,), -1)
         chunks[inside] = chunk_index
         chunks = chunks.to(device)
-        self._between, self._num_tokens = (chunks < 0).nonzero()[:, 0], positions.numel()
+        self._between = (chunks < 0).nonzero()[:, 0]
+        # Seen as alike are the tokens of chunks; what lies between counts as some of these, evenly spread.
+        self._stand_ins = inside[torch.linspace(0, inside.numel() - 1, self._between.numel()).long()].to(device)
         self._weights, self._places = weights.to(device), learnt.to(device)
         self._learnt = (learnt - first).to(device)
         self._rows = torch.searchsorted(rows, learnt).to(device)
@@ -106,7 +109,7 @@ class Offset:
             if coefficients is None:
                 continue
             coefficients *= (self._strength * _ALIKE**0.5 * learnt_weights)[:, None]
-            moved = alike @ coefficients.to(alike.dtype).unflatten(1, (buffer.shape[0], -1)).transpose(0, 1)
+            moved = (alike @ coefficients.to(alike.dtype)).unflatten(1, (buffer.shape[0], -1)).transpose(0, 1)
             if turned is not None:
                 moved = self._to_span.move(moved, turned, keys.dtype)
             buffer[:, self._span].addcmul_(moved, weights)
@@ -118,10 +121,8 @@ class Offset:
         dtype anyway; all passes over all tokens are in it.
         """
         features = torch.cat(values.unbind(), dim=1)  # a copy, of a single head too: what follows is in place
-        features[self._between] = 0.0
-        features -= features.sum(dim=0) / self._num_tokens
-        features[self._between] = 0.0
-        features /= torch.linalg.vector_norm(features, dim=0).div_(self._num_tokens**0.5).add_(1e-6)
+        features[self._between] = features[self._stand_ins]
+        features = F.batch_norm(features, None, None, training=True, eps=1e-12)  # mean 0 and variance 1, of every column
         features /= torch.linalg.vector_norm(features, dim=1, keepdim=True).clamp_(min=1e-3)
         self._common = self._common.to(features.dtype)
         return (features @ features[self._learnt].T).clamp_(min=0.0).square_().add_(self._common)
@@ -135,8 +136,8 @@ def _by_token(heads: torch.Tensor) -> torch.Tensor:
 def _inverses(covariance: torch.Tensor) -> torch.Tensor:
     """Inverse of a covariance ``[n, n]`` with each amount of noise added, ``[num_noises, n, n]``."""
     noises = torch.tensor(_NOISES, device=covariance.device)[:, None, None]
-    factors, _ = torch.linalg.cholesky_ex(covariance + noises * torch.eye(len(covariance)).to(noises))
-    return torch.cholesky_inverse(factors)  # no numbers where the KV holds none: then nothing is trusted
+    inverses, _ = torch.linalg.inv_ex(covariance + noises * torch.eye(len(covariance)).to(noises))
+    return inverses  # no numbers where the KV holds none: then nothing is trusted
 
 
 def _trusted(inverses: torch.Tensor, changes: torch.Tensor) -> torch.Tensor | None:
