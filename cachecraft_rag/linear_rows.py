@@ -47,22 +47,27 @@ class LinearRows:
             reads_last: Whether only the last of them is read of all that is computed from the moment of the call on;
                 ``None`` when all are.
         """
-        reads_last = reads_last if num_rows > 1 else None
-        layers = self._vectors if reads_last is None else self._layers
-        taken = [layer for layer in layers if "forward" not in layer.__dict__]
+        forwards: list[tuple[nn.Linear, Callable[[torch.Tensor], torch.Tensor]]]
+        if reads_last is None or num_rows == 1:
+            forwards = [(layer, partial(row_product, layer)) for layer in self._vectors]
+        else:
+            forwards = [(layer, partial(_forward, layer, (1, num_rows), reads_last)) for layer in self._layers]
+        taken = [(layer, forward) for layer, forward in forwards if "forward" not in layer.__dict__]
         try:
-            for layer in taken:  # past Module.__setattr__, which takes its time
-                layer.__dict__["forward"] = partial(_forward, layer, (1, num_rows), reads_last)
+            for layer, forward in taken:
+                layer.__dict__["forward"] = forward  # past Module.__setattr__, which takes its time
             yield
         finally:
-            for layer in taken:
+            for layer, _ in taken:
                 layer.__dict__.pop("forward", None)
 
 
 def _forward(
-    layer: nn.Linear, shape: tuple[int, int], reads_last: Callable[[], bool] | None, rows: torch.Tensor
+    layer: nn.Linear, shape: tuple[int, int], reads_last: Callable[[], bool], rows: torch.Tensor
 ) -> torch.Tensor:
-    if reads_last is None or rows.shape[:-1] != shape or not reads_last():
+    if not reads_last():
+        return F.linear(rows, layer.weight, layer.bias)
+    if rows.shape[:-1] != shape:
         return row_product(layer, rows)
     last = row_product(layer, rows[:, -1:])
     output = last.new_zeros(*shape, last.shape[-1])  # not expanded: models may write into it
@@ -73,8 +78,7 @@ def _forward(
 def row_product(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     """What ``layer`` makes of ``rows`` ``[..., in_features]``: ``[..., out_features]``; one row by a vector product."""
     weight, bias = layer.weight, cast("torch.Tensor | None", layer.bias)
-    is_row = rows.numel() == weight.shape[1] and rows.dtype == weight.dtype
-    if not (is_row and _is_for_vectors(weight) and _pays()):
+    if rows.numel() != weight.shape[1] or rows.dtype != weight.dtype or not (_is_for_vectors(weight) and _pays()):
         return F.linear(rows, weight, bias)
     row = rows.reshape(-1)
     output = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)

@@ -122,7 +122,7 @@ class Offset:
         """
         features = torch.cat(values.unbind(), dim=1)  # a copy, of a single head too: what follows is in place
         features[self._between] = features[self._stand_ins]
-        features = F.batch_norm(features, None, None, training=True, eps=1e-12)  # mean 0 and variance 1, of every column
+        features = F.batch_norm(features, None, None, training=True, eps=1e-9)  # mean 0 and variance 1, of every column
         features /= torch.linalg.vector_norm(features, dim=1, keepdim=True).clamp_(min=1e-3)
         self._common = self._common.to(features.dtype)
         return (features @ features[self._learnt].T).clamp_(min=0.0).square_().add_(self._common)

@@ -111,16 +111,17 @@ def test_behind_the_last_attention_a_pass_computes_its_last_row_only(
     model, counts = make(name), []
     adapter = ModelAdapter(model)
     kv = adapter.new_kv(NUM_TOKENS)
-    own = linear_rows.row_product
+    own = torch.nn.functional.linear
 
-    def counting(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    def counting(rows: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:
         counts.append(rows.shape[1])
-        return own(layer, rows)
+        return own(rows, *weights)
 
-    monkeypatch.setattr(linear_rows, "row_product", counting)
+    monkeypatch.setattr(torch.nn.functional, "linear", counting)
     found = adapter.forward_rows(IDS, HERE, kv)
     num_layers = adapter.num_layers
     assert counts == [NUM_TOKENS] * (7 * num_layers - 4) + [1] * 5  # output projection, three of the MLP, logits
+    monkeypatch.undo()
     with torch.inference_mode():
         assert torch.allclose(found, model(input_ids=IDS[None]).logits[0, -1], atol=1e-4)
     plain = adapter.new_kv(NUM_TOKENS)
