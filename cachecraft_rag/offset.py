@@ -136,7 +136,7 @@ def _by_token(heads: torch.Tensor) -> torch.Tensor:
 def _inverses(covariance: torch.Tensor) -> torch.Tensor:
     """Inverse of a covariance ``[n, n]`` with each amount of noise added, ``[num_noises, n, n]``."""
     noises = torch.tensor(_NOISES, device=covariance.device)[:, None, None]
-    inverses, _ = torch.linalg.inv_ex(covariance + noises * torch.eye(len(covariance)).to(noises))
+    inverses: torch.Tensor = torch.linalg.inv_ex(covariance + noises * torch.eye(len(covariance)).to(noises))[0]
     return inverses  # no numbers where the KV holds none: then nothing is trusted
 
 
