@@ -29,8 +29,8 @@ def full_prefill(
     request.figures |= {"reused_tokens": 0, "recomputed_tokens": 0, "prefilled_tokens": request.num_tokens}
     with request.timed("prefill_s"):
         if in_buffer and soft_prompted is None:
-            request.kv = request.next_logits = None  # one that was filled with chunks goes before the next one is made
-            request.kv = adapter.new_kv(request.capacity)
+            request.release()  # a buffer that was filled with chunks
+            request.kv = adapter.request_kv(request.capacity)
             request.logits = adapter.forward_plain(torch.tensor(token_ids), request.kv)
             request.next_logits = buffer_decoder(adapter, request.kv)
         else:

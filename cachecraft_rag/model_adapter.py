@@ -18,6 +18,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from cachecraft_rag.attention_record import AttentionObserver
+from cachecraft_rag.kv_pool import KVPool
 from cachecraft_rag.linear_rows import LinearRows
 from cachecraft_rag.model_attention import ATTENTION_NAME, BatchPass, RecordingPass, RowPass, set_pass
 from cachecraft_rag.model_cache import BatchLayer, BufferLayer, CaptureLayer, EndOfForward
@@ -56,22 +57,35 @@ class ModelAdapter:
         self._linear_rows = LinearRows(self.model)
         with _locks_guard:
             self._lock = _locks.setdefault(self.model, threading.Lock())
-        self._kv_shape: tuple[int, int, int, torch.dtype] | None = None
+        self._pool: KVPool | None = None
 
     def new_kv(self, capacity: int) -> PromptKV:
-        """An empty buffer for ``capacity`` tokens of this model."""
-        if self._kv_shape is None:
-            keys, values = self.capture(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), 1)[0]
-            self._kv_shape = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        heads, key_dim, value_dim, dtype = self._kv_shape
-        return PromptKV(self.num_layers, heads, key_dim, value_dim, capacity, dtype, self.device)
+        """A buffer of its own for ``capacity`` tokens of this model; zero."""
+        keys, values = self._kv_pool().make(capacity)
+        return PromptKV(keys.zero_(), values.zero_())
+
+    def request_kv(self, capacity: int) -> PromptKV:
+        """A buffer for ``capacity`` tokens of this model that requests before may have used; to be released."""
+        pool = self._kv_pool()
+        buffers = pool.take(capacity)
+        keys, values = (whole[:, :, :, :capacity] for whole in buffers)
+        return PromptKV(keys, values, partial(pool.give, buffers))
+
+    def drop_buffers(self, num_kept: int = 0) -> None:
+        """Let go of the buffers that were released, but for some."""
+        if self._pool is not None:
+            self._pool.shrink(num_kept)
 
     def kv_bytes(self, capacity: int) -> int:
         """Bytes of such a buffer; 0 as long as none was ever made (models that keep their own cache)."""
-        if self._kv_shape is None:
-            return 0
-        heads, key_dim, value_dim, dtype = self._kv_shape
-        return self.num_layers * heads * (key_dim + value_dim) * capacity * dtype.itemsize
+        return 0 if self._pool is None else self._pool.token_bytes * capacity
+
+    def _kv_pool(self) -> KVPool:
+        if self._pool is None:
+            first = self.capture(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), 1)[0]
+            keys, values = ((self.num_layers, one.shape[1], one.shape[3]) for one in first)
+            self._pool = KVPool(keys, values, first[0].dtype, self.device)
+        return self._pool
 
     @torch.inference_mode()
     def forward_rows(

@@ -118,7 +118,8 @@ class Prefiller:
                 num_encoded, num_stored = self._library.encode_missing(plan, request.chunks, with_sensitivity=measure)
             chunk_kvs = [chunk.chunk_kv for chunk in request.chunks]
             assert self._capability.rope is not None
-            kv = request.kv = self._adapter.new_kv(request.capacity)
+            request.release()  # the buffer of a first attempt
+            kv = request.kv = self._adapter.request_kv(request.capacity)
             if head is not None:
                 kv.place(0, head.keys, head.values)
             assemble(plan, chunk_kvs, self._capability.rope, kv, self._library.store.readers if lazily else None)

@@ -16,31 +16,34 @@ shapes ``[num_kv_heads, n, head_dim]``."""
 class PromptKV:
     """One buffer per request: chunks are placed into it, computed rows are scattered into it, decode appends to it.
 
-    Attributes:
-        keys: ``[num_layers, 1, num_kv_heads, capacity, head_dim]``, model dtype; unwritten positions are zero.
+    Args:
+        keys: ``[num_layers, 1, num_kv_heads, capacity, head_dim]``, model dtype. They may hold anything: a position is
+            written before it is read.
         values: The same for values (their head_dim may differ).
+        give_back: Takes them back when the request has ended; ``None`` where nobody wants them.
+
+    Attributes:
+        keys: As given.
+        values: As given.
         length: Number of leading positions that hold the KV of tokens.
         fill_s: Seconds spent on putting stored KV in place, waiting for it included.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        key_dim: int,
-        value_dim: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (num_layers, 1, num_kv_heads, capacity)
-        self.keys = torch.zeros(*shape, key_dim, dtype=dtype, device=device)
-        self.values = torch.zeros(*shape, value_dim, dtype=dtype, device=device)
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, give_back: Callable[[], None] | None = None) -> None:
+        self.keys, self.values, self._give_back = keys, values, give_back
         self.length = 0
         self.fill_s = 0.0
         self._fill: Callable[[int], None] | None = None
         self._correction: Correction | None = None
-        self._num_filled = num_layers
+        self._num_filled = keys.shape[0]
+
+    def release(self) -> None:
+        """Give the memory back: the request has ended, and nothing may be read or written any more."""
+        give_back, self._give_back = self._give_back, None
+        self.keys, self.values = self.keys.new_empty(0), self.values.new_empty(0)
+        self._fill = None
+        if give_back is not None:
+            give_back()
 
     @property
     def capacity(self) -> int:

@@ -83,6 +83,12 @@ class Request:
         """Length of the prompt and the longest answer."""
         return self.num_tokens + self.sampling.max_new_tokens
 
+    def release(self) -> None:
+        """Let go of the prompt's KV, and give its buffer back."""
+        if self.kv is not None:
+            self.kv.release()
+        self.kv = self.logits = self.next_logits = None
+
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the time of a block to a figure."""

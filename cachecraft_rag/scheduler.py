@@ -100,6 +100,7 @@ class Scheduler:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        self._runner.close()
 
     def _submit(self, tickets: Sequence[Ticket]) -> None:
         with self._lock:

@@ -128,6 +128,10 @@ class StepRunner:
             elif ticket.deadline is not None and now >= ticket.deadline:
                 self.end(ticket, DeadlineExceededError(ticket.deadline - ticket.request.started))
 
+    def close(self) -> None:
+        """Let go of the memory that is kept for later requests."""
+        self._adapter.drop_buffers()
+
     def _admit(self) -> Ticket | None:
         """The next request to prefill, if there is one that has room.
 
@@ -226,6 +230,8 @@ class StepRunner:
         self.open.discard(ticket)
         self._in_flight.__exit__()
         ticket.end(result, error)
+        if not self._running:
+            self._adapter.drop_buffers(num_kept=1)
 
 
 def _last_id(ticket: Ticket) -> int:

@@ -78,9 +78,8 @@ class Ticket:
     def end(self, result: GenerationResult | None, error: Exception | None) -> None:
         """Tell whoever waits that this is all, and let go of what the request held."""
         self.result, self.error = result, error
-        request = self.request
-        request.kv = request.logits = request.next_logits = None
-        request.chunks = []
+        self.request.release()
+        self.request.chunks = []
         self.pieces.put(None)
 
     def outcome(self) -> GenerationResult:

@@ -128,13 +128,7 @@ def test_on_a_gpu_copies_run_beside_the_computation() -> None:
     setting = Setting()
     expected = setting.assembled(list(setting.chunk_kvs))
     device_kv = PromptKV(
-        setting.adapter.num_layers,
-        expected.keys.shape[2],
-        expected.keys.shape[4],
-        expected.values.shape[4],
-        160,
-        torch.float32,
-        torch.device("cuda"),
+        torch.zeros_like(expected.keys, device="cuda"), torch.zeros_like(expected.values, device="cuda")
     )
     with ThreadPoolExecutor(2) as readers:
         assemble(setting.plan, setting.lazy(), setting.rope, device_kv, readers)

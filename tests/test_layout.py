@@ -32,7 +32,7 @@ LAYERS = (
     ("config",),
     ("keys", "cfo", "variants", "deviation", "calibration"),
     ("rope", "attention", "attention_record", "sparse_attention", "history", "similar"),
-    ("chunk_kv", "prompt_kv", "piece_kv"),
+    ("chunk_kv", "prompt_kv", "piece_kv", "kv_pool"),
     ("registry", "pieces", "chunk_forms", "document_texts", "segment_tokenizer", "tool_calls"),
     ("headings",),
     ("units",),

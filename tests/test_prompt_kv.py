@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from cachecraft_rag.prompt_kv import PromptKV
@@ -10,7 +11,8 @@ LAYERS, HEADS, KEY_DIM, VALUE_DIM, CAPACITY = 3, 2, 8, 6, 20
 
 
 def buffer(dtype: torch.dtype = torch.float32) -> PromptKV:
-    return PromptKV(LAYERS, HEADS, KEY_DIM, VALUE_DIM, CAPACITY, dtype, torch.device("cpu"))
+    shape = (LAYERS, 1, HEADS, CAPACITY)
+    return PromptKV(torch.zeros(*shape, KEY_DIM, dtype=dtype), torch.zeros(*shape, VALUE_DIM, dtype=dtype))
 
 
 def chunk(num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,15 +21,21 @@ def chunk(num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return keys, torch.randn(LAYERS, HEADS, num_tokens, VALUE_DIM, generator=generator)
 
 
-def test_a_new_buffer_is_empty_and_zero() -> None:
+def test_a_new_buffer_holds_no_tokens() -> None:
     kv = buffer(torch.bfloat16)
-    assert kv.keys.shape == (LAYERS, 1, HEADS, CAPACITY, KEY_DIM)
-    assert kv.values.shape == (LAYERS, 1, HEADS, CAPACITY, VALUE_DIM)
-    assert kv.keys.dtype == kv.values.dtype == torch.bfloat16
     assert kv.capacity == CAPACITY
     assert kv.length == 0
-    assert not kv.keys.any()
-    assert not kv.values.any()
+
+
+def test_a_buffer_is_given_back_once_and_of_no_use_afterwards() -> None:
+    given: list[int] = []
+    shape = (LAYERS, 1, HEADS, CAPACITY)
+    kv = PromptKV(torch.zeros(*shape, KEY_DIM), torch.zeros(*shape, VALUE_DIM), lambda: given.append(1))
+    kv.release()
+    kv.release()
+    assert given == [1]
+    with pytest.raises(IndexError):
+        kv.layer(0)
 
 
 def test_a_chunk_stands_where_it_was_placed_and_nowhere_else() -> None:
