@@ -14,6 +14,7 @@ import torch.nn.modules.module as torch_modules
 from cachecraft_rag.capability import LENGTH_DEPENDENT_ROPE_KINDS, rope_kinds
 from cachecraft_rag.keys import model_fingerprint
 
+_SAMPLES = 16  # per tensor; a grid of 3 elements per dimension where a tensor has gaps in memory
 _SAMPLES_PER_DIMENSION = 3
 # What PEFT keeps beside tensors and yet computes with: plain numbers, by name of the adapter.
 _OF_AN_ADAPTER = ("merged_adapters", "scaling", "use_dora", "use_rslora")
@@ -78,15 +79,25 @@ class ModelState:
                     states.append(":".join(map(str, (name, active, disabled, *others))))
         return ";".join(states)
 
+    @torch.inference_mode()
     def _take_signature(self) -> object:
         """Identity, version and a few elements of every tensor: changes whenever an optimiser or a merge writes."""
         identities: list[object] = []
-        samples: dict[torch.device, list[torch.Tensor]] = {}
+        samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for _, tensor in self._tensors():
             version = 0 if tensor.is_inference() else tensor._version
             identities.append((tensor.data_ptr(), version, tuple(tensor.shape), tensor.dtype))
             if tensor.device.type != "meta" and tensor.numel():
-                grid = tuple(slice(None, None, max(1, size // _SAMPLES_PER_DIMENSION)) for size in tensor.shape)
-                samples.setdefault(tensor.device, []).append(tensor.detach()[grid].reshape(-1).float())
-        sampled = [torch.cat(parts).cpu().numpy().tobytes() for parts in samples.values()]  # one copy per device
+                samples.setdefault((tensor.device, tensor.dtype), []).append(_sample(tensor))
+        sampled = [torch.cat(parts).float().cpu().numpy().tobytes() for parts in samples.values()]  # one copy each
         return identities, sampled, self._adapters()
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Some elements from all over a tensor, ``[n]``."""
+    if not tensor.is_contiguous():
+        grid = tuple(slice(None, None, max(1, size // _SAMPLES_PER_DIMENSION)) for size in tensor.shape)
+        return tensor[grid].reshape(-1)
+    num_samples = min(_SAMPLES, tensor.numel())
+    step = (tensor.numel() - 1) // max(1, num_samples - 1)  # no multiple of a row's length, but for luck
+    return tensor.as_strided((num_samples,), (step,))
