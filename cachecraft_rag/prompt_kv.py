@@ -69,6 +69,8 @@ class PromptKV:
                 self._num_filled += 1
         finally:
             self.fill_s += time.perf_counter() - started
+        if self._num_filled == self.keys.shape[0]:
+            self._fill = None  # what it holds is of no more use
 
     @contextmanager
     def corrected_by(self, correction: Correction | None) -> Iterator[None]:

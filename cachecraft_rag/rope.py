@@ -63,8 +63,12 @@ def _turn_keys(
     sin: torch.Tensor,
     layout: RotaryLayout,
     out: torch.Tensor | None = None,
+    room: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Move rotated keys in the dtype of cosine and sine; as ``rerotate_keys`` otherwise. ``out`` may be ``keys``."""
+    """Move rotated keys in the dtype of cosine and sine; as ``rerotate_keys`` otherwise. ``out`` may be ``keys``.
+
+    ``room`` takes what is computed on the way: from ``_room_for``; ``None`` makes it.
+    """
     rotated = torch.empty_like(keys) if out is None else out
     width = layout.rotary_dim
     if layout.interleaved:
@@ -73,16 +77,26 @@ def _turn_keys(
         rotated[..., :width] = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
     else:
         half = width // 2
-        first, second = keys[..., :half].to(cos.dtype), keys[..., half:width].to(cos.dtype)
-        moved = (first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)
+        halves = keys[..., :half], keys[..., half:width]
+        widened, moved = (_room_for(keys, layout, cos.dtype) if room is None else room).split(2)
+        first, second = halves if keys.dtype == cos.dtype else (widened[n].copy_(one) for n, one in enumerate(halves))
+        torch.mul(first, cos, out=moved[0]).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=moved[1]).addcmul_(first, sin)
         rotated[..., :half], rotated[..., half:width] = moved  # only now: keys may be where they are written
     if width < keys.shape[-1] and rotated is not keys:
         rotated[..., width:] = keys[..., width:]
     return rotated
 
 
+def _room_for(keys: torch.Tensor, layout: RotaryLayout, dtype: torch.dtype) -> torch.Tensor:
+    """Both halves of the keys and both of what they become, ``[4, ..., num_tokens, rotary_dim / 2]``."""
+    return torch.empty(4, *keys.shape[:-1], layout.rotary_dim // 2, dtype=dtype, device=keys.device)
+
+
 class Moves:
     """Moves of several tokens; layers that rotate alike share their cosine and sine.
+
+    They also share the memory for what is computed on the way: touching new memory takes as long as the rotation.
 
     Args:
         delta: New position minus old position of each, ``[num_tokens]`` integers.
@@ -92,6 +106,7 @@ class Moves:
     def __init__(self, delta: torch.Tensor, device: torch.device) -> None:
         self._delta, self._device = delta, device
         self._turns: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rooms: dict[tuple[int, torch.dtype, torch.Size], torch.Tensor] = {}
 
     def move(
         self,
@@ -104,7 +119,10 @@ class Moves:
         if (id(layout), dtype) not in self._turns:
             cos, sin = _turn(self._delta, layout, self._device)
             self._turns[id(layout), dtype] = cos.to(dtype), sin.to(dtype)
-        return _turn_keys(keys, *self._turns[id(layout), dtype], layout, out)
+        place = id(layout), dtype, keys.shape
+        if place not in self._rooms and not layout.interleaved:
+            self._rooms[place] = _room_for(keys, layout, dtype)
+        return _turn_keys(keys, *self._turns[id(layout), dtype], layout, out, self._rooms.get(place))
 
 
 @dataclass(frozen=True, eq=False)
