@@ -29,12 +29,13 @@ class LinearRows:
 
     Args:
         model: The model. Layers of other types (quantised ones) and those whose ``forward`` somebody else has replaced
-            are left alone.
+            are left alone, and so are all where a part of the model is compiled: it would be compiled anew.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = (module for module in model.modules() if type(module) is nn.Linear)
-        self._layers = [layer for layer in modules if type(layer.weight) in _PLAIN]
+        modules = [] if any(map(_is_compiled, model.modules())) else list(model.modules())
+        linear = [module for module in modules if type(module) is nn.Linear]
+        self._layers = [layer for layer in linear if type(layer.weight) in _PLAIN]
         vectors = [layer for layer in self._layers if _is_for_vectors(layer.weight)]
         self._vectors = vectors if vectors and _pays() else []
 
@@ -83,6 +84,11 @@ def row_product(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     row = rows.reshape(-1)
     output = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
     return output.view(*rows.shape[:-1], -1)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` made it, or ``module.compile()`` was called."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def _is_for_vectors(weight: torch.Tensor) -> bool:

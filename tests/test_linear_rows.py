@@ -76,6 +76,18 @@ def test_layers_that_somebody_else_replaced_and_other_types_are_left_alone() -> 
     assert wrapped(row) is row
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_model_with_a_compiled_part_is_left_alone(in_place: bool) -> None:
+    compiled = nn.Sequential(layer_of(torch.bfloat16))
+    if in_place:
+        compiled.compile(backend="eager")
+    else:
+        compiled = torch.compile(compiled, backend="eager")
+    model = nn.Sequential(compiled, layer_of(torch.bfloat16))
+    with LinearRows(model).active(5, lambda: True):
+        assert not any("forward" in module.__dict__ for module in model.modules() if type(module) is nn.Linear)
+
+
 def test_a_model_in_another_dtype_is_not_touched_where_every_row_is_read() -> None:
     model = make("llama", torch.float32)
     for num_rows, reads_last in ((1, None), (7, None), (1, lambda: True)):
