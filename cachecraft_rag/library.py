@@ -112,10 +112,10 @@ class ChunkLibrary:
                     key = keys.key(token_ids, encoder.context)
                     self._link(text, key)
                     chunk_kv = encoder.encode(token_ids, with_sensitivity=True)
-                computed += self._keep(key, chunk_kv, since, static)
+                computed += self._keep(key, chunk_kv, since, keys.model, static)
             elif static and (stored := self.store.get(key)) is not None:
                 is_measured = stored.sensitivity is not None
-                self._keep(key, stored if is_measured else encoder.measure(stored), since, static=True)
+                self._keep(key, stored if is_measured else encoder.measure(stored), since, keys.model, static=True)
         release_workers()
         return computed
 
@@ -263,7 +263,7 @@ class ChunkLibrary:
             chunk_kv = self._encoder.encode(chunk.token_ids, with_sensitivity)
             self.store.computed(chunk_kv.num_tokens, time.perf_counter() - started)
             counts["computed"] += chunk_kv.num_tokens * (self._encoder.num_passes if with_sensitivity else 1)
-            is_kept = self._state.fingerprint() == chunk.model and self._keep(chunk.key, chunk_kv, chunk.since)
+            is_kept = self._keep(chunk.key, chunk_kv, chunk.since, chunk.model)
             counts["stored"] += chunk_kv.num_tokens if is_kept else 0
         return chunk_kv
 
@@ -279,7 +279,7 @@ class ChunkLibrary:
                 self._note_piece(chunk)
                 keys, values = kv.slice(planned.start, planned.end)
                 exact = ChunkKV(keys, values, chunk.token_ids, planned.start)
-                num_stored += self._keep(chunk.exact_key, exact, chunk.since) * exact.num_tokens
+                num_stored += self._keep(chunk.exact_key, exact, chunk.since, chunk.model) * exact.num_tokens
         return num_stored
 
     def keep_variants(
@@ -318,10 +318,10 @@ class ChunkLibrary:
     def measure_new(self, chunks: Sequence[RequestChunk]) -> None:
         """Measure the sensitivity of chunks that are stored without it, if they were made behind our own contexts."""
         for chunk in chunks:
-            is_ours = chunk.key.context == self._encoder.context
-            stored = self.store.get(chunk.key) if is_ours and not chunk.is_exact else None
+            is_ours = not chunk.is_exact and chunk.key.context == self._encoder.context
+            stored = self.store.get(chunk.key) if is_ours else None
             if stored is not None and stored.sensitivity is None and chunk.part_of(chunk.key, stored):
-                self._keep(chunk.key, self._encoder.measure(stored), chunk.since)
+                self._keep(chunk.key, self._encoder.measure(stored), chunk.since, chunk.model)
 
     def close(self) -> None:
         """Release the stored KV; what is still being computed is not kept."""
@@ -329,11 +329,12 @@ class ChunkLibrary:
         self._encoder = self._new_encoder()  # without the KV of its prefix
         self.store.close()
 
-    def _keep(self, key: ChunkKey, chunk_kv: ChunkKV, since: int, static: bool = False) -> bool:
-        """Store an entry, unless something was forgotten since its chunk was looked up; whether it is kept."""
+    def _keep(self, key: ChunkKey, chunk_kv: ChunkKV, since: int, model: str, static: bool = False) -> bool:
+        """Store an entry; whether it is kept: not if something was forgotten since, or it is of another model now."""
         cfo = self._config.recompute.ratio if key.context == self._encoder.context else 0.0
         with self.forgetting.keeping(key.namespace, since) as is_wanted:
-            return is_wanted and not self._is_closed and self.store.put(key, chunk_kv, static=static, cfo=cfo)
+            is_wanted = is_wanted and not self._is_closed and self._state.fingerprint() == model
+            return is_wanted and self.store.put(key, chunk_kv, static=static, cfo=cfo)
 
     def _chunks(self, texts: Iterable[str], namespace: str) -> list[str]:
         """``ChunkKey.chunk`` of texts."""

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from cachecraft_rag.cli.targets import check_file, check_folder
 
-as_user = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """As a user who may not write what others own: root may write everywhere."""
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:
+            os.seteuid(65534)
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
 
 
 def test_a_folder_is_tried_and_nothing_is_left(tmp_path: Path) -> None:
@@ -38,11 +52,19 @@ def test_a_file_is_no_folder_and_a_folder_no_file(tmp_path: Path) -> None:
         check_file(tmp_path / "file" / "below.json", "--out")
 
 
-@as_user
-def test_a_place_without_permission_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "locked").mkdir(mode=0o500)
-    with pytest.raises(ValueError, match=r"--out: nothing can be written"):
-        check_folder(tmp_path / "locked" / "new", "--out")
-    (tmp_path / "file.json").touch(mode=0o400)
-    with pytest.raises(ValueError, match=r"--out: .*file\.json' can't be written"):
-        check_file(tmp_path / "file.json", "--out")
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_a_place_without_permission_is_refused() -> None:
+    with TemporaryDirectory() as name:  # not tmp_path: only its owner comes in there
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "locked").mkdir(mode=0o555)
+        (folder / "file.json").touch(mode=0o444)
+        (folder / "open").mkdir()
+        (folder / "open").chmod(0o777)
+        (folder / "open" / "file.json").touch(mode=0o444)
+        with as_nobody():
+            with pytest.raises(ValueError, match=r"--out: nothing can be written into .*new"):
+                check_folder(folder / "locked" / "new", "--out")
+            with pytest.raises(ValueError, match=r"--out: .*file\.json' can't be written"):
+                check_file(folder / "open" / "file.json", "--out")
+            check_file(folder / "open" / "other.json", "--out")

@@ -153,3 +153,26 @@ def test_a_chunk_in_whose_computation_the_weights_changed_is_not_stored_as_of_ei
         weight.copy_(before)
     assert not any(engine.library.is_stored([passage(1), passage(2)], "default"))
     torch.testing.assert_close(prefill_logits(engine, rag_prompt(1, 2))[0], prefill_logits(other, rag_prompt(1, 2))[0])
+
+
+def test_a_chunk_in_whose_measurement_the_weights_changed_stays_unmeasured(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, measure = make_engine(ratio=0.2), ChunkEncoder.measure
+    weight = engine.model.get_input_embeddings().weight
+    num_calls = 0
+
+    def changing(encoder: ChunkEncoder, chunk_kv: ChunkKV) -> ChunkKV:
+        nonlocal num_calls
+        num_calls += 1
+        measured = measure(encoder, chunk_kv)
+        with torch.no_grad():
+            weight.mul_(1.01)
+        return measured
+
+    monkeypatch.setattr(ChunkEncoder, "measure", changing)
+    engine.generate(rag_prompt(1, 2))
+    stored = [engine.store.get(entry.key) for entry in engine.store.entries()]
+    assert num_calls > 0
+    assert len(stored) == 2
+    assert all(chunk_kv is not None and chunk_kv.sensitivity is None for chunk_kv in stored)

@@ -42,5 +42,6 @@ def check_file(path: Path, option: str) -> None:
     if os.path.isdir(path):
         raise ValueError(f"{option}: {str(path)!r} is a folder; give a file")
     check_folder(path.parent, option)
-    if os.path.exists(path) and not os.access(path, os.W_OK):
+    by_effective_ids = os.access in os.supports_effective_ids  # by these files are opened; Windows has none
+    if os.path.exists(path) and not os.access(path, os.W_OK, effective_ids=by_effective_ids):
         raise ValueError(f"{option}: {str(path)!r} can't be written; give another")

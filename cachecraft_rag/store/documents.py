@@ -110,10 +110,9 @@ class DiskDocuments(Documents):
         with self._guarded("noting a document"):
             folder = self._folder(namespace, document)
             for chunk in chunks:
-                folder.mkdir(parents=True, exist_ok=True)
                 try:
                     (folder / quote(chunk, safe="")).touch()
-                except FileNotFoundError:  # another process has just pruned the folder, which was empty
+                except FileNotFoundError:  # the first chunk, or another process has just pruned the empty folder
                     folder.mkdir(parents=True, exist_ok=True)
                     (folder / quote(chunk, safe="")).touch()
 
