@@ -1,9 +1,10 @@
-"""Linear layers of a forward pass, without what nobody reads, and quicker on one row.
+"""Linear layers of a forward pass, without what nobody reads, and quicker on few rows.
 
 Behind the last layer's attention only the logits of the last row are wanted, so what its projection and its MLP make of
 all others is for nothing. And PyTorch hands a linear layer with one row, which is what a decoding step consists of, to
 its kernel for matrices. In bfloat16 on a CPU that kernel reads the weights at half to three quarters of the memory's
-bandwidth, where the product of a matrix and a vector comes close to it.
+bandwidth, where the product of a matrix and a vector comes close to it. A few rows, those of a batch or of a question,
+are quicker as the transpose of the weights' product with theirs.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import torch.nn.functional as F
 from torch import nn
 
 _PLAIN: tuple[type, ...] = (nn.Parameter, torch.Tensor)  # types made from them have products of their own
-_PROBE_SHAPE = (4096, 1024)  # 8 MiB: more than a core's cache holds, and read in less than a millisecond
+_PROBE_SHAPE = (4096, 2048)  # 16 MiB: more than a core's cache holds, and read in a millisecond
 _PROBES = 5
+_FEW = 48  # beyond, the transposes take what the product saves
+_PROBED = 16  # rows that stand for a few
 _CLEARLY = 0.9  # both round alike, so what is no gain is left as PyTorch has it
 
 
 class LinearRows:
-    """The linear layers of a model, for passes that leave out rows or have only one.
+    """The linear layers of a model, for passes that leave out rows or have only few.
 
     Args:
         model: The model. Layers of other types (quantised ones) and those whose ``forward`` somebody else has replaced
@@ -36,8 +39,8 @@ class LinearRows:
         modules = [] if any(map(_is_compiled, model.modules())) else list(model.modules())
         linear = [module for module in modules if type(module) is nn.Linear]
         self._layers = [layer for layer in linear if type(layer.weight) in _PLAIN]
-        vectors = [layer for layer in self._layers if _is_for_vectors(layer.weight)]
-        self._vectors = vectors if vectors and _pays() else []
+        quick = [layer for layer in self._layers if _has_quicker(layer.weight)]
+        self._quick = quick if quick and (_pays(1) or _pays(_PROBED)) else []
 
     @contextmanager
     def active(self, num_rows: int = 1, reads_last: Callable[[], bool] | None = None) -> Iterator[None]:
@@ -50,7 +53,7 @@ class LinearRows:
         """
         forwards: list[tuple[nn.Linear, Callable[[torch.Tensor], torch.Tensor]]]
         if reads_last is None or num_rows == 1:
-            forwards = [(layer, partial(row_product, layer)) for layer in self._vectors]
+            forwards = [(layer, partial(row_product, layer)) for layer in self._quick]
         else:
             forwards = [(layer, partial(_forward, layer, (1, num_rows), reads_last)) for layer in self._layers]
         taken = [(layer, forward) for layer, forward in forwards if "forward" not in layer.__dict__]
@@ -66,9 +69,7 @@ class LinearRows:
 def _forward(
     layer: nn.Linear, shape: tuple[int, int], reads_last: Callable[[], bool], rows: torch.Tensor
 ) -> torch.Tensor:
-    if not reads_last():
-        return F.linear(rows, layer.weight, layer.bias)
-    if rows.shape[:-1] != shape:
+    if rows.shape[:-1] != shape or not reads_last():
         return row_product(layer, rows)
     last = row_product(layer, rows[:, -1:])
     output = last.new_zeros(*shape, last.shape[-1])  # not expanded: models may write into it
@@ -77,12 +78,19 @@ def _forward(
 
 
 def row_product(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
-    """What ``layer`` makes of ``rows`` ``[..., in_features]``: ``[..., out_features]``; one row by a vector product."""
+    """What ``layer`` makes of ``rows`` ``[..., in_features]``: ``[..., out_features]``, in the quickest way."""
     weight, bias = layer.weight, cast("torch.Tensor | None", layer.bias)
-    if rows.numel() != weight.shape[1] or rows.dtype != weight.dtype or not (_is_for_vectors(weight) and _pays()):
+    width = weight.shape[1]
+    num_rows = rows.numel() // width if rows.shape[-1] == width and rows.dtype == weight.dtype else 0
+    if not (0 < num_rows <= _FEW and _has_quicker(weight) and _pays(1 if num_rows == 1 else _PROBED)):
         return F.linear(rows, weight, bias)
-    row = rows.reshape(-1)
-    output = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
+    if num_rows == 1:
+        row = rows.reshape(-1)
+        output = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
+    else:
+        columns = rows.reshape(num_rows, width).t()
+        product = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
+        output = product.t().contiguous()  # what comes next is slower on transposed rows
     return output.view(*rows.shape[:-1], -1)
 
 
@@ -91,15 +99,19 @@ def _is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
-def _is_for_vectors(weight: torch.Tensor) -> bool:
+def _has_quicker(weight: torch.Tensor) -> bool:
     return type(weight) in _PLAIN and weight.is_cpu and weight.dtype == torch.bfloat16
 
 
 @cache
-def _pays() -> bool:
-    """Whether the vector product is the quicker one here: that depends on processor and release. Measured once."""
-    weight, row = torch.ones(_PROBE_SHAPE, dtype=torch.bfloat16), torch.ones(_PROBE_SHAPE[1], dtype=torch.bfloat16)
-    kernels: tuple[Callable[..., Any], ...] = (lambda: torch.mv(weight, row), lambda: F.linear(row[None], weight))
+def _pays(num_rows: int) -> bool:
+    """Whether PyTorch's own way is the slower one here: that depends on processor and release. Measured once."""
+    weight = torch.ones(_PROBE_SHAPE, dtype=torch.bfloat16)
+    rows = torch.ones(num_rows, _PROBE_SHAPE[1], dtype=torch.bfloat16)
+    kernels: tuple[Callable[..., Any], ...] = (
+        lambda: torch.mv(weight, rows[0]) if num_rows == 1 else torch.mm(weight, rows.t()).t().contiguous(),
+        lambda: F.linear(rows, weight),
+    )
     best = [float("inf")] * len(kernels)
     for _ in range(_PROBES):
         for index, kernel in enumerate(kernels):

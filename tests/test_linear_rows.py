@@ -20,7 +20,7 @@ HERE = torch.arange(NUM_TOKENS)
 
 @pytest.fixture(autouse=True)
 def _where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_rows, "_pays", lambda: True)  # else a slow machine would test nothing
+    monkeypatch.setattr(linear_rows, "_pays", lambda num_rows: True)  # else a slow machine would test nothing
 
 
 def layer_of(dtype: torch.dtype, bias: bool = True) -> nn.Linear:
@@ -29,19 +29,34 @@ def layer_of(dtype: torch.dtype, bias: bool = True) -> nn.Linear:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96)])
-def test_one_row_is_the_linear_layer_to_rounding(shape: tuple[int, ...], bias: bool) -> None:
-    layer, row = layer_of(torch.bfloat16, bias), torch.randn(shape, dtype=torch.bfloat16)
-    exact = layer.to(torch.float64)(row.double())
-    found = linear_rows.row_product(layer.bfloat16(), row)
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (1, 1, 96), (2, 96), (1, 7, 96), (5, 1, 96), (1, 48, 96)])
+def test_few_rows_are_the_linear_layer_to_rounding(shape: tuple[int, ...], bias: bool) -> None:
+    layer, rows = layer_of(torch.bfloat16, bias), torch.randn(shape, dtype=torch.bfloat16)
+    exact = layer.to(torch.float64)(rows.double())
+    found = linear_rows.row_product(layer.bfloat16(), rows)
     assert found.shape == (*shape[:-1], 160)
     assert found.dtype == torch.bfloat16
-    assert torch.allclose(found.double(), exact, rtol=2**-8, atol=2**-9)
+    assert found.is_contiguous()
+    assert torch.allclose(found.double(), exact, rtol=2**-8, atol=2**-8)
 
 
-@pytest.mark.parametrize(("dtype", "num_rows"), [(torch.bfloat16, 2), (torch.float32, 1), (torch.float16, 1)])
+def test_rows_that_are_not_contiguous_are_taken_as_they_are() -> None:
+    layer, rows = layer_of(torch.bfloat16), torch.randn(96, 6, dtype=torch.bfloat16).t()
+    exact = layer.to(torch.float64)(rows.double())
+    assert torch.allclose(linear_rows.row_product(layer.bfloat16(), rows).double(), exact, rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_rows"), [(torch.bfloat16, 49), (torch.bfloat16, 0), (torch.float32, 1), (torch.float16, 3)]
+)
 def test_more_rows_and_other_dtypes_are_left_to_the_layer_bit_by_bit(dtype: torch.dtype, num_rows: int) -> None:
     layer, rows = layer_of(dtype), torch.randn(1, num_rows, 96, dtype=dtype)
+    assert torch.equal(linear_rows.row_product(layer, rows), layer(rows))
+
+
+def test_where_it_does_not_pay_the_layer_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_rows, "_pays", lambda num_rows: num_rows == 1)
+    layer, rows = layer_of(torch.bfloat16), torch.randn(1, 3, 96, dtype=torch.bfloat16)
     assert torch.equal(linear_rows.row_product(layer, rows), layer(rows))
 
 
