@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 _PLAIN: tuple[type, ...] = (nn.Parameter, torch.Tensor)  # types made from them have products of their own
-_PROBE_SHAPE = (4096, 2048)  # 16 MiB: more than a core's cache holds, and read in a millisecond
+_PROBE_SHAPE = (2048, 2048)  # 8 MiB: more than a core's cache holds, and read in less than a millisecond
 _PROBES = 5
 _FEW = 48  # beyond, the transposes take what the product saves
 _PROBED = 16  # rows that stand for a few
