@@ -49,6 +49,7 @@ class KVPool:
         self, keys: tuple[int, int, int], values: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         self._shapes, self._dtype, self._device = (keys, values), dtype, device
+        self._keeps = device.type == "cpu"
         self.token_bytes = sum(layers * heads * dim for layers, heads, dim in self._shapes) * dtype.itemsize
         self._lock = threading.RLock()  # a garbage collection may end a request, which gives buffers back, anywhere
         self._free: list[Buffers] = []  # those that were used last at the end
@@ -58,11 +59,10 @@ class KVPool:
         with self._lock:
             most = _LARGEST_EXCESS * max(capacity, _STEP)
             fitting = [one for one in self._free if capacity <= one.capacity <= most]
-            if self._free:
-                leaving = min(fitting, key=lambda one: one.capacity) if fitting else self._free[0]
-                self._free = [one for one in self._free if one is not leaving]
-                if fitting:
-                    return leaving
+            leaving = min(fitting or self._free[:1], key=lambda one: one.capacity, default=None)
+            self._free = [one for one in self._free if one is not leaving]
+        if leaving is not None and fitting:
+            return leaving
         room = -(-capacity // _STEP) * _STEP if self._keeps else capacity
         return self.make(room)
 
@@ -81,7 +81,3 @@ class KVPool:
         """Let go of all buffers but ``num_kept`` of those that were used last."""
         with self._lock:
             del self._free[: max(0, len(self._free) - num_kept)]
-
-    @property
-    def _keeps(self) -> bool:
-        return self._device.type == "cpu"

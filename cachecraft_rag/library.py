@@ -112,7 +112,7 @@ class ChunkLibrary:
                     key = keys.key(token_ids, encoder.context)
                     self._link(text, key)
                     chunk_kv = encoder.encode(token_ids, with_sensitivity=True)
-                computed += self._keep(key, chunk_kv, since, keys.model, static)
+                computed += self._keep(key, chunk_kv, since, static=static)
             elif static and (stored := self.store.get(key)) is not None:
                 is_measured = stored.sensitivity is not None
                 self._keep(key, stored if is_measured else encoder.measure(stored), since, keys.model, static=True)
@@ -279,7 +279,7 @@ class ChunkLibrary:
                 self._note_piece(chunk)
                 keys, values = kv.slice(planned.start, planned.end)
                 exact = ChunkKV(keys, values, chunk.token_ids, planned.start)
-                num_stored += self._keep(chunk.exact_key, exact, chunk.since, chunk.model) * exact.num_tokens
+                num_stored += self._keep(chunk.exact_key, exact, chunk.since) * exact.num_tokens
         return num_stored
 
     def keep_variants(
@@ -329,11 +329,11 @@ class ChunkLibrary:
         self._encoder = self._new_encoder()  # without the KV of its prefix
         self.store.close()
 
-    def _keep(self, key: ChunkKey, chunk_kv: ChunkKV, since: int, model: str, static: bool = False) -> bool:
-        """Store an entry; whether it is kept: not if something was forgotten since, or it is of another model now."""
+    def _keep(self, key: ChunkKey, chunk_kv: ChunkKV, since: int, model: str = "", static: bool = False) -> bool:
+        """Store an entry; not if something was forgotten since, or the model is no longer ``model``, where given."""
         cfo = self._config.recompute.ratio if key.context == self._encoder.context else 0.0
         with self.forgetting.keeping(key.namespace, since) as is_wanted:
-            is_wanted = is_wanted and not self._is_closed and self._state.fingerprint() == model
+            is_wanted = is_wanted and not self._is_closed and (not model or self._state.fingerprint() == model)
             return is_wanted and self.store.put(key, chunk_kv, static=static, cfo=cfo)
 
     def _chunks(self, texts: Iterable[str], namespace: str) -> list[str]:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 _PLAIN: tuple[type, ...] = (nn.Parameter, torch.Tensor)  # types made from them have products of their own
+_Forward = Callable[[torch.Tensor], torch.Tensor]
 _PROBE_SHAPE = (2048, 2048)  # 8 MiB: more than a core's cache holds, and read in less than a millisecond
 _PROBES = 5
 _FEW = 48  # beyond, the transposes take what the product saves
@@ -40,7 +41,8 @@ class LinearRows:
         linear = [module for module in modules if type(module) is nn.Linear]
         self._layers = [layer for layer in linear if type(layer.weight) in _PLAIN]
         quick = [layer for layer in self._layers if _has_quicker(layer.weight)]
-        self._quick = quick if quick and (_pays(1) or _pays(_PROBED)) else []
+        quick = quick if quick and (_pays(1) or _pays(_PROBED)) else []
+        self._quick: list[tuple[nn.Linear, _Forward]] = [(layer, partial(row_product, layer)) for layer in quick]
 
     @contextmanager
     def active(self, num_rows: int = 1, reads_last: Callable[[], bool] | None = None) -> Iterator[None]:
@@ -51,10 +53,8 @@ class LinearRows:
             reads_last: Whether only the last of them is read of all that is computed from the moment of the call on;
                 ``None`` when all are.
         """
-        forwards: list[tuple[nn.Linear, Callable[[torch.Tensor], torch.Tensor]]]
-        if reads_last is None or num_rows == 1:
-            forwards = [(layer, partial(row_product, layer)) for layer in self._quick]
-        else:
+        forwards = self._quick
+        if reads_last is not None and num_rows > 1:
             forwards = [(layer, partial(_forward, layer, (1, num_rows), reads_last)) for layer in self._layers]
         taken = [(layer, forward) for layer, forward in forwards if "forward" not in layer.__dict__]
         try:
@@ -72,9 +72,7 @@ def _forward(
     if rows.shape[:-1] != shape or not reads_last():
         return row_product(layer, rows)
     last = row_product(layer, rows[:, -1:])
-    output = last.new_zeros(*shape, last.shape[-1])  # not expanded: models may write into it
-    output[:, -1:] = last
-    return output
+    return F.pad(last, (0, 0, shape[1] - 1, 0))  # not expanded: models may write into it
 
 
 def row_product(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from cachecraft_rag.attention import (
@@ -74,14 +75,12 @@ class RowPass:
             return self.sparse.attend(query, key, value, blocks, kernel, scaling, softcap)
         if self.reads_last():
             last = attend(query[:, :, -1:], key, value, plan_blocks(self.positions[-1:], window), kernel)
-            output = last.new_zeros(1, query.shape[2], *last.shape[2:])
-            output[:, -1:] = last
-            return output
+            return F.pad(last, (0, 0, 0, 0, query.shape[2] - 1, 0))
         return attend(query, key, value, self._blocks_of(self.positions, window), kernel)
 
     def reads_last(self) -> bool:
-        """Whether only the last row is read of what is computed from now on: the last layer has all keys it needs."""
-        return not self.every_row and self.calls == len(self.windows)
+        """Whether only the last of several rows is read from now on: the last layer has all keys it needs."""
+        return not self.every_row and self.calls == len(self.windows) and self.positions.numel() > 1
 
     def _next_window(self) -> int | None:
         window = self.windows[self.calls] if self.calls < len(self.windows) else None
