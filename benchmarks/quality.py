@@ -28,6 +28,7 @@ from cachecraft_rag.evaluate import (
     Outcome,
     Variant,
     against_published,
+    load_corpus,
     load_questions,
     summarise,
     variants,
@@ -71,6 +72,8 @@ def measure(engine: CacheCraftEngine, name: str, count: int, arguments: argparse
         "answers_at": arguments.answers_at,
         **options,
     }
+    corpus = load_corpus(arguments.data / f"{name}.jsonl", engine.prompts, chunk_tokens=arguments.chunk_tokens)
+    engine.library.introduce(corpus, engine.config.namespace)  # an application has all its documents stored
     asking = {"instruction": arguments.instruction, "max_new_tokens": arguments.max_new_tokens}
     results = ResultsFile(arguments.out / f"{name}.jsonl", run)
     known = {_key(outcome): outcome for outcome in (Outcome(**row) for row in results.rows)}

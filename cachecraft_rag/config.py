@@ -25,7 +25,7 @@ PolicyName = Literal[
     "predicted",
 ]
 
-Behind = Literal["none", "chat_head", "prefix", "passages"]
+Behind = Literal["none", "chat_head", "prefix", "passages", "neighbours"]
 """What chunks are computed behind; see ``EncodeConfig``."""
 
 Preset = Literal["exact", "high", "balanced", "fast"]
@@ -110,14 +110,16 @@ class EncodeConfig(Settings):
 
     Attributes:
         behind: ``"none"``, ``"chat_head"`` (the chat template up to the user's text), ``"prefix"`` (the chat head and
-            ``instruction``), or ``"passages"``: the average over two unrelated texts behind that prefix, only the first
-            until the sensitivity is measured. Part of every chunk's key.
+            ``instruction``), ``"passages"``: the average over two unrelated texts behind that prefix, or
+            ``"neighbours"``: the average over one of these texts and the chunks of the namespace that are most like it,
+            half of them each. Averages are taken once the sensitivity is measured; until then it is the first text.
+            Part of every chunk's key.
         instruction: The instruction of the canonical prefix.
         sensitivity: When a chunk's static sensitivity is measured: ``"deferred"`` after the answer that first used the
             chunk, ``"inline"`` together with its KV. ``warm`` always measures it at once.
     """
 
-    behind: Behind = "passages"
+    behind: Behind = "neighbours"
     instruction: str = "Answer the question using only the passages.\n\n"
     sensitivity: Literal["deferred", "inline"] = "deferred"
 

@@ -12,10 +12,9 @@ from tqdm.auto import tqdm
 from cachecraft_rag.attention_record import ChunkRecorder
 from cachecraft_rag.auto_chunks import AutoChunks
 from cachecraft_rag.capability import Capability
-from cachecraft_rag.chunk_forms import forms_of
 from cachecraft_rag.chunk_kv import ChunkKV, LayeredKV
 from cachecraft_rag.config import EngineConfig, RecomputeConfig
-from cachecraft_rag.document_texts import DocumentTexts
+from cachecraft_rag.document_links import DocumentLinks
 from cachecraft_rag.encoder import ChunkEncoder
 from cachecraft_rag.forgetting import Forgetting
 from cachecraft_rag.history import AnswerHistory
@@ -23,6 +22,7 @@ from cachecraft_rag.keys import ChunkKey, KeyMaker, tokenizer_fingerprint
 from cachecraft_rag.look_up import LookUp
 from cachecraft_rag.model_adapter import ModelAdapter
 from cachecraft_rag.model_state import ModelState
+from cachecraft_rag.neighbours import MAX_CHUNKS, Neighbours
 from cachecraft_rag.plan import Action, RequestPlan
 from cachecraft_rag.prompt import EncodedPrompt, PromptEncoder
 from cachecraft_rag.prompt_heads import PromptHeads
@@ -34,6 +34,9 @@ from cachecraft_rag.single_flight import SingleFlight
 from cachecraft_rag.store import ChunkStore
 from cachecraft_rag.thread_workers import release_workers
 from cachecraft_rag.variant_choice import Variants
+
+_WINDOW = 1024
+"""Chunks that are tokenised, and known to each other, ahead of those that are being computed."""
 
 
 class ChunkLibrary:
@@ -53,6 +56,7 @@ class ChunkLibrary:
         store: As given.
         history: What earlier answers looked at, where a policy asks for it.
         questions: What earlier questions looked at; ``None`` where that is not asked for.
+        heads: What prompts begin with.
         capability: What the model allows where chunks are computed behind what they are here.
         forgetting: Keeps what is forgotten from being stored again by requests that began before.
     """
@@ -74,10 +78,12 @@ class ChunkLibrary:
         self.questions: SimilarQuestions | None = None
         self._adapter, self._state, self._prompts, self._config = adapter, state, prompts, config
         self._tokenizer_fingerprint = tokenizer_fingerprint(prompts.tokenizer)
-        self._document_texts = DocumentTexts(config.max_chunks)
-        self._heads = PromptHeads(store)
+        self._links = DocumentLinks(store, config.max_chunks)
+        self.heads = PromptHeads(store)
         self._variants = Variants(store, config.max_chunks)
         self._look_up = LookUp(store, self._variants)
+        num_known = MAX_CHUNKS if config.encode.behind == "neighbours" else 0
+        self._neighbours = Neighbours(store, self.forgetting, num_known)
         self._flight: SingleFlight[ChunkKey, ChunkKV] = SingleFlight()
         self._fingerprint = ""
         self._is_closed = False
@@ -87,7 +93,7 @@ class ChunkLibrary:
     def register(self, texts: Sequence[str], namespace: str, document_id: str | None = None) -> int:
         """Look for these texts, perhaps of a document, in later prompts of the namespace; returns how many are new."""
         if document_id is not None:
-            self._document_texts.add(texts, namespace, document_id)
+            self._links.add(texts, namespace, document_id)
         return self.registry.register(texts, namespace)
 
     def warm(self, texts: Sequence[str], namespace: str, show_progress: bool, static: bool) -> int:
@@ -95,29 +101,47 @@ class ChunkLibrary:
 
         A chunk so long that no prompt with it can reuse anything is left out.
         """
-        keys, encoder = self.keys(namespace), self._encoder
-        since, computed = self.forgetting.count(namespace), 0
-        for text in tqdm(texts, desc="chunks", unit="chunk", disable=not show_progress):
+        keys, since, computed = self.keys(namespace), self.forgetting.count(namespace), 0
+        for index, text in enumerate(tqdm(texts, desc="chunks", unit="chunk", disable=not show_progress)):
             if self._is_closed:
                 break
-            token_ids = self._prompts.encode_chunk(text.strip())
-            key = keys.key(token_ids, encoder.context)
-            self._link(text, key)
+            if index % _WINDOW == 0:
+                window = self.introduce(texts[index : index + _WINDOW], namespace, since)
+            token_ids = window[index % _WINDOW]
+            key = keys.key(token_ids, self._encoder.context)
+            self._links.link(text, key)
             if not token_ids or self.capability.reason_for(len(token_ids)) is not None:
                 continue
             if not self.store.touch(key):  # or the chunks that are new would push it out
-                chunk_kv = encoder.encode(token_ids, with_sensitivity=True)
+                chunk_kv = self._encoder.encode(token_ids, True, self._alike(key, keys.model, token_ids))
                 while self._state.fingerprint() != keys.model:  # changed under our hands: this KV is of no model
-                    keys, encoder = self.keys(namespace), self._encoder
-                    key = keys.key(token_ids, encoder.context)
-                    self._link(text, key)
-                    chunk_kv = encoder.encode(token_ids, with_sensitivity=True)
+                    keys = self.keys(namespace)
+                    key = keys.key(token_ids, self._encoder.context)
+                    self._links.link(text, key)
+                    chunk_kv = self._encoder.encode(token_ids, True, self._alike(key, keys.model, token_ids))
                 computed += self._keep(key, chunk_kv, since, static=static)
             elif static and (stored := self.store.get(key)) is not None:
-                is_measured = stored.sensitivity is not None
-                self._keep(key, stored if is_measured else encoder.measure(stored), since, keys.model, static=True)
+                if stored.sensitivity is None:
+                    stored = self._encoder.measure(stored, self._alike(key, keys.model, token_ids))
+                self._keep(key, stored, since, keys.model, static=True)
         release_workers()
         return computed
+
+    def introduce(self, texts: Sequence[str], namespace: str, since: int | None = None) -> list[tuple[int, ...]]:
+        """Let texts be neighbours of chunks computed later, and return their ids; ``since`` as in ``look_up``."""
+        since = self.forgetting.count(namespace) if since is None else since
+        keys, all_ids = self.keys(namespace), [self._prompts.encode_chunk(text.strip()) for text in texts]
+        for text, token_ids in zip(texts, all_ids, strict=True):
+            key = keys.key(token_ids, self._encoder.context)
+            self._links.link(text, key)  # what is computed behind it must be found by its document too
+            self._neighbours.add(key, keys.model, token_ids, since)
+        return all_ids
+
+    def _alike(self, key: ChunkKey, model: str, token_ids: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """What a chunk is to be computed behind, noted as such: ids of its neighbours, the most alike first."""
+        found = self._neighbours.nearest(key.namespace, model, token_ids, self._encoder.neighbour_tokens)
+        self._neighbours.note(key, found)
+        return list(found.values())
 
     def keep_new_parts(self, namespace: str, since: int) -> None:
         """Compute and store the text nobody registered that prompts of the namespace held for the first time."""
@@ -139,30 +163,22 @@ class ChunkLibrary:
 
     def invalidate(self, texts: Sequence[str], document_ids: Sequence[str], namespace: str) -> int:
         """Forget texts and documents, and drop their KV and what carries traces of it; returns how many entries."""
-        documents = self.store.documents
-        chunks = set(self._chunks([form for text in texts for form in forms_of(text.strip())], namespace))
-        for document_id in document_ids:
-            unlinked = self._document_texts.take(namespace, document_id)
-            texts = [*texts, *unlinked]
-            chunks |= documents.chunks(namespace, document_id).union(self._chunks(unlinked, namespace))
-            documents.remove(namespace, document_id)
-        for chunk in list(chunks):
-            chunks |= documents.chunks(namespace, _pieces_of(chunk))
-            documents.remove(namespace, _pieces_of(chunk))
+        texts, chunks = self._links.take(texts, document_ids, namespace, lambda texts: self._chunks(texts, namespace))
         self.registry.forget(texts, namespace)
-        self._heads.forget(namespace)  # a text may have stood there before it was registered; they soon come again
+        self.heads.forget(namespace)  # a text may have stood there before it was registered; they soon come again
         self.history.forget(namespace, chunks)
         if self.questions is not None:
             self.questions.forget(namespace, chunks)
         num_gone = sum(self.store.remove(key) for chunk in chunks for key in self.store.variants(chunk))
+        num_gone += self._neighbours.forget(namespace, chunks, self._encoder.context)
         return num_gone + sum(self._variants.remove_behind(namespace, chunk) for chunk in chunks)
 
     def clear(self, namespace: str) -> int:
         """Forget everything in a namespace; returns how many entries were dropped."""
-        for known in (self._document_texts, self.registry, self.history, self.auto_chunks):
+        for known in (self._links, self.registry, self.history, self._neighbours, self.auto_chunks):
             if known is not None:
                 known.clear(namespace)
-        self._heads.forget(namespace)
+        self.heads.forget(namespace)
         if self.questions is not None:
             self.questions.forget(namespace)
         return self.store.clear(namespace)
@@ -204,28 +220,13 @@ class ChunkLibrary:
         chunks = request_chunks(encoded, keys, self._encoder.context, cfo, since)
         for span, chunk in zip(encoded.spans, chunks, strict=True):
             for origin in span.origins or (span.text,):
-                self._link(origin, chunk.key if chunk.whole is None else chunk.whole.key)
+                self._links.link(origin, chunk.key if chunk.whole is None else chunk.whole.key)
         return chunks
-
-    def _link(self, text: str, key: ChunkKey) -> None:
-        """Note the documents of a text that is used, where every process that shares the store finds them."""
-        for document in self._document_texts.to_link(text, key.namespace, key.chunk):
-            self.store.documents.add(key.namespace, document, [key.chunk])
-
-    def _note_piece(self, chunk: RequestChunk) -> None:
-        """Before anything is stored of a piece: note it beside its whole chunk, with which it must go."""
-        if chunk.whole is not None:
-            key = chunk.whole.key
-            self.store.documents.add(key.namespace, _pieces_of(key.chunk), [chunk.exact_key.chunk])
-
-    def find_head(self, encoded: EncodedPrompt, keys: KeyMaker) -> ChunkKV | None:
-        """Exact KV of what a prompt begins with; see ``PromptHeads``."""
-        return self._heads.find(encoded, keys)
 
     def keep_head(self, encoded: EncodedPrompt, keys: KeyMaker, kv: PromptKV, since: int) -> int:
         """Keep what a prompt and an earlier one begin with; returns how many tokens were stored."""
         with self.forgetting.keeping(keys.namespace, since) as is_wanted:
-            return self._heads.learn(encoded, keys, kv) if is_wanted and not self._is_closed else 0
+            return self.heads.learn(encoded, keys, kv) if is_wanted and not self._is_closed else 0
 
     def settle(self, chunks: Sequence[RequestChunk]) -> None:
         """Move what was read from slow tiers for a request to memory."""
@@ -245,6 +246,7 @@ class ChunkLibrary:
         """
         fresh: dict[ChunkKey, LayeredKV] = {}
         counts: Counter[str] = Counter()
+        self._neighbours.meet(chunks if with_sensitivity else ())
         for planned, chunk in zip(plan.chunks, chunks, strict=True):
             if planned.action is not Action.ENCODE:
                 continue
@@ -258,11 +260,12 @@ class ChunkLibrary:
         """Compute and store a chunk, unless another request has stored it since it was looked up."""
         chunk_kv = None if chunk.is_declined else self.store.get(chunk.key)
         if chunk_kv is None or not chunk_kv.matches(chunk.token_ids):
-            self._note_piece(chunk)
+            self._links.note_piece(chunk)
             started = time.perf_counter()
-            chunk_kv = self._encoder.encode(chunk.token_ids, with_sensitivity)
+            alike = self._alike(chunk.key, chunk.model, chunk.token_ids) if with_sensitivity else []
+            chunk_kv = self._encoder.encode(chunk.token_ids, with_sensitivity, alike)
             self.store.computed(chunk_kv.num_tokens, time.perf_counter() - started)
-            counts["computed"] += chunk_kv.num_tokens * (self._encoder.num_passes if with_sensitivity else 1)
+            counts["computed"] += self._encoder.num_computed(chunk_kv.num_tokens, with_sensitivity, alike)
             is_kept = self._keep(chunk.key, chunk_kv, chunk.since, chunk.model)
             counts["stored"] += chunk_kv.num_tokens if is_kept else 0
         return chunk_kv
@@ -276,7 +279,7 @@ class ChunkLibrary:
         num_stored = 0
         for planned, chunk in zip(plan.chunks, chunks, strict=True):
             if not planned.is_exact:
-                self._note_piece(chunk)
+                self._links.note_piece(chunk)
                 keys, values = kv.slice(planned.start, planned.end)
                 exact = ChunkKV(keys, values, chunk.token_ids, planned.start)
                 num_stored += self._keep(chunk.exact_key, exact, chunk.since) * exact.num_tokens
@@ -307,7 +310,7 @@ class ChunkLibrary:
         """
         num_stored, counts = 0, Counter[str]()
         for chunk in chunks:
-            self._note_piece(chunk)  # others are kept behind it
+            self._links.note_piece(chunk)  # others are kept behind it
         if recorder is not None:
             num_stored = self._variants.keep_computed(plan, chunks, kv, recorder, recompute, self.forgetting)
         for index, chunk in enumerate(chunks):
@@ -317,11 +320,13 @@ class ChunkLibrary:
 
     def measure_new(self, chunks: Sequence[RequestChunk]) -> None:
         """Measure the sensitivity of chunks that are stored without it, if they were made behind our own contexts."""
+        self._neighbours.meet(chunks)
         for chunk in chunks:
             is_ours = not chunk.is_exact and chunk.key.context == self._encoder.context
             stored = self.store.get(chunk.key) if is_ours else None
             if stored is not None and stored.sensitivity is None and chunk.part_of(chunk.key, stored):
-                self._keep(chunk.key, self._encoder.measure(stored), chunk.since, chunk.model)
+                alike = self._alike(chunk.key, chunk.model, stored.token_ids)
+                self._keep(chunk.key, self._encoder.measure(stored, alike), chunk.since, chunk.model)
 
     def close(self) -> None:
         """Release the stored KV; what is still being computed is not kept."""
@@ -343,8 +348,3 @@ class ChunkLibrary:
 
     def _new_encoder(self) -> ChunkEncoder:
         return ChunkEncoder.of(self._config.encode, self._adapter, self._prompts)
-
-
-def _pieces_of(chunk: str) -> str:
-    """Name under which the pieces of a chunk that were stored by themselves are kept among the documents."""
-    return f"\0pieces {chunk}"

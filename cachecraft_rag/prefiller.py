@@ -108,7 +108,7 @@ class Prefiller:
             alpha = request.recompute.alpha if policy.name == "inter_attention" else None
             keys = request.keys = self._library.keys(request.namespace)
             request.chunks = self._library.look_up(request.encoded, keys, lazily, alpha, request.since)
-            head = self._library.find_head(request.encoded, keys)
+            head = self._library.heads.find(request.encoded, keys)
             request.count_lookups()
             request.watch_answer(self._library.history, self._adapter.num_layers)
         with self._library.store.pinned([chunk.key for chunk in request.chunks]):

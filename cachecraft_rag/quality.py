@@ -147,6 +147,6 @@ def calibrated_settings(config: EngineConfig, recompute: RecomputeConfig) -> dic
     """The settings that change what reuse costs at a given residual, as text by name."""
     own = {f"recompute.{name}": value for name, value in recompute if name not in _NO_SETTING}
     encode: dict[str, str] = {"encode.behind": config.encode.behind}
-    if config.encode.behind in ("prefix", "passages"):
+    if config.encode.behind not in ("none", "chat_head"):
         encode["encode.instruction"] = config.encode.instruction
     return {name: repr(value) for name, value in {**own, **encode}.items()}

@@ -15,7 +15,8 @@ from tests.tiny_models import make
 from tests.tiny_tokenizers import byte_level
 
 TIERS = ("disk", "remote")
-SETTINGS: dict[str, Any] = {"encode": {"sensitivity": "inline"}, "max_new_tokens": 4}
+# The same KV in every process, whatever it has seen before.
+SETTINGS: dict[str, Any] = {"encode": {"sensitivity": "inline", "behind": "passages"}, "max_new_tokens": 4}
 
 
 def answer(folder: str, url: str, numbers: list[int]) -> dict[str, Any]:

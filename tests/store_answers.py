@@ -14,8 +14,10 @@ from cachecraft_rag.store import TierStats
 
 SECRETS = (4711, 8032, 1956, 6248, 9370, 5183)
 ENTRY_BYTES = 80_000  # a little more than the largest entry takes
-# Measured with the KV, so that first sight of a chunk gives what later sights give.
-SETTINGS: dict[str, Any] = {"ratio": 0.2, "encode": {"sensitivity": "inline"}, "max_new_tokens": 4}
+# Measured with the KV, so that first sight of a chunk gives what later sights give, and computed behind texts that are
+# the same for all, so that it does not matter either which chunks an engine has seen before.
+ENCODE = {"sensitivity": "inline", "behind": "passages"}
+SETTINGS: dict[str, Any] = {"ratio": 0.2, "encode": ENCODE, "max_new_tokens": 4}
 
 
 class Answer(NamedTuple):

@@ -64,7 +64,7 @@ def test_it_recommends_and_writes_settings_that_an_engine_reads(model: Path, que
     found = curves(out / "tuning.csv")
     assert found["chunk_size"] == {64, 128}
     assert found["load_ahead"] == set(range(9))
-    assert found["behind"] == {"none", "chat_head", "prefix", "passages"}
+    assert found["behind"] == {"none", "chat_head", "prefix", "passages", "neighbours"}
     assert found["offset"] == {0.0, 0.5, 1.0}
     written = json.loads((out / "config.json").read_text(encoding="utf-8"))
     assert written["encode"]["behind"] in found["behind"]
@@ -139,7 +139,7 @@ def test_evaluate_gives_the_engines_of_its_figures_a_share_of_the_memory_each(
     options = ("--policies", "random", "--ratios", 0.5, "--questions", 1, "--max-new-tokens", 3, "--memory", "64MiB")
     text = run("evaluate", model, questions, *options, "--figures", "--quick", "--out", tmp_path / "out", code=1)
     assert "enough was seen" in text
-    assert given == [16 * 2**20]  # for what chunks are computed behind there are four
+    assert given == [64 * 2**20 // 5]  # for what chunks are computed behind there are five
 
 
 def test_evaluate_makes_the_same_curves_as_figures(model: Path, questions: Path, tmp_path: Path) -> None:

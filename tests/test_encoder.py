@@ -15,6 +15,8 @@ from tests.tiny_tokenizers import byte_level
 
 PREFIX, NEUTRAL, CHUNK = tuple(range(3, 20)), tuple(range(100, 160)), tuple(range(200, 240))
 CONTEXTS = [tuple(range(start, start + 30)) for start in (3, 40, 77, 111)]
+HEAD, BETWEEN = tuple(range(3, 8)), (1,)
+PASSAGES = [(*HEAD, *range(40, 50)), (*HEAD, *range(60, 70))]
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +93,13 @@ def test_contexts_of_several_lengths_or_a_single_one_are_refused(adapter: ModelA
 
 def test_contexts_of_passages_begin_with_the_head_are_different_and_equally_long(adapter: ModelAdapter) -> None:
     prompts = PromptEncoder(byte_level())
-    settings = EncodeConfig(instruction="Read this.\n\n")
+    settings = EncodeConfig(behind="passages", instruction="Read this.\n\n")
     encoder = ChunkEncoder.of(settings, adapter, prompts)
     head = prompts.head_ids(settings.instruction)
     contexts = encoder._contexts
     assert all(context[: len(head)] == head for context in contexts)
     assert len({len(context) for context in contexts}) == 1
-    assert len(set(contexts)) == encoder.num_passes == len(contexts)
+    assert len(set(contexts)) == len(contexts) == 2
 
 
 @pytest.mark.parametrize("behind", ["none", "chat_head", "prefix"])
@@ -125,3 +127,67 @@ def test_measuring_later_equals_measuring_at_once(average: bool) -> None:
     assert torch.equal(later.sensitivity, at_once.sensitivity)
     assert torch.equal(later.values, at_once.values)
     assert torch.equal(later.keys, at_once.keys)
+
+
+def behind_neighbours(adapter: ModelAdapter) -> ChunkEncoder:
+    return ChunkEncoder(adapter, PASSAGES, average=True, head_tokens=len(HEAD), between=BETWEEN)
+
+
+def test_neighbours_take_turns_in_two_contexts_with_the_most_alike_next_to_the_chunk(adapter: ModelAdapter) -> None:
+    encoder = behind_neighbours(adapter)
+    neighbours = [tuple(range(start, start + 5)) for start in (100, 110, 120, 130)]
+    assert encoder.neighbour_tokens == 20
+    assert encoder._other_contexts(neighbours) == [
+        (*HEAD, *neighbours[2][2:], *BETWEEN, *neighbours[0], *BETWEEN),
+        (*HEAD, *neighbours[3][2:], *BETWEEN, *neighbours[1], *BETWEEN),
+    ]
+
+
+def test_what_neighbours_leave_free_is_the_end_of_a_passage(adapter: ModelAdapter) -> None:
+    contexts = behind_neighbours(adapter)._other_contexts([(100, 101)])
+    assert contexts == [(*HEAD, *PASSAGES[1][-7:], 100, 101, *BETWEEN)]
+
+
+def test_without_neighbours_a_chunk_is_computed_behind_passages(adapter: ModelAdapter) -> None:
+    passages = ChunkEncoder(adapter, PASSAGES, average=True)
+    expected, found = passages.encode(CHUNK, True), behind_neighbours(adapter).encode(CHUNK, True)
+    assert torch.equal(found.keys, expected.keys)
+    assert torch.equal(found.values, expected.values)
+    assert passages.context != behind_neighbours(adapter).context  # or entries of one setting would serve another
+
+
+def test_kv_behind_neighbours_is_the_mean_over_a_passage_and_them(adapter: ModelAdapter) -> None:
+    encoder, neighbours = behind_neighbours(adapter), [tuple(range(100, 120)), tuple(range(120, 140))]
+    contexts = [PASSAGES[0], *encoder._other_contexts(neighbours)]
+    single = [ChunkEncoder(adapter, (one, NEUTRAL)).encode(CHUNK, with_sensitivity=False) for one in contexts]
+    found = encoder.encode(CHUNK, True, neighbours)
+    for name in ("keys", "values"):
+        expected = torch.stack([getattr(kv, name) for kv in single]).mean(dim=0)
+        assert torch.allclose(getattr(found, name), expected, atol=1e-5)
+    later = encoder.measure(encoder.encode(CHUNK, with_sensitivity=False), neighbours)
+    assert torch.equal(later.values, found.values)
+
+
+def test_the_tokens_computed_for_a_chunk_are_counted_with_the_contexts_of_its_own(adapter: ModelAdapter) -> None:
+    encoder, neighbours = behind_neighbours(adapter), [tuple(range(100, 120)), tuple(range(120, 140))]
+    assert encoder.num_computed(40, False, neighbours) == 40
+    assert encoder.num_computed(40, True) == 2 * 40
+    assert encoder.num_computed(40, True, neighbours) == 3 * 40 + 2 * len(PASSAGES[0])
+
+
+def test_contexts_of_neighbours_are_computed_anew_and_not_kept(adapter: ModelAdapter) -> None:
+    encoder = behind_neighbours(adapter)
+    encoder.encode(CHUNK, True, [tuple(range(100, 120)), tuple(range(120, 140))])
+    assert list(encoder._context_kv) == [PASSAGES[0]]
+
+
+def test_behind_neighbours_the_passages_stand_in_for_them(adapter: ModelAdapter) -> None:
+    prompts = PromptEncoder(byte_level())
+    passages = ChunkEncoder.of(EncodeConfig(behind="passages"), adapter, prompts)
+    encoder = ChunkEncoder.of(EncodeConfig(behind="neighbours"), adapter, prompts)
+    head = prompts.head_ids(EncodeConfig().instruction)
+    assert (passages.neighbour_tokens, encoder.neighbour_tokens) == (0, 2 * (len(passages.prefix_ids) - len(head)))
+    assert encoder._contexts == passages._contexts
+    (context,) = encoder._other_contexts([tuple(range(5, 25))])
+    assert context[: len(head)] == head
+    assert context[-22:] == (*range(5, 25), *prompts.encode_chunk("\n\n"))

@@ -279,7 +279,7 @@ class TestFigures:
 
 class TestAnswers:
     def test_the_join_of_a_stream_equals_generate(self, make_engine: EngineMaker) -> None:
-        engine = make_engine(max_new_tokens=24)
+        engine = make_engine(max_new_tokens=24, encode={"behind": "passages"})
         engine.warm([passage(1), passage(2)])
         stream = engine.stream(rag_prompt(1, 2))
         text = "".join(stream)
@@ -424,10 +424,10 @@ class TestAnswers:
         computed: list[tuple[int, ...]] = []
         encode = engine.library._encoder.encode
 
-        def spy(token_ids: tuple[int, ...], with_sensitivity: bool) -> ChunkKV:
+        def spy(token_ids: tuple[int, ...], *options: Any) -> ChunkKV:
             computed.append(tuple(token_ids))
             time.sleep(0.05)
-            return encode(token_ids, with_sensitivity)
+            return encode(token_ids, *options)
 
         engine.library.keys("default")  # the encoder is that of these weights
         engine.library._encoder.encode = spy  # type: ignore[method-assign]
@@ -508,7 +508,7 @@ class TestKeeping:
         assert "chunk" not in capsys.readouterr().err
 
     def test_invalidate_drops_a_chunk_behind_whatever_it_was_computed(self, make_engine: EngineMaker) -> None:
-        engine = make_engine()
+        engine = make_engine(encode={"behind": "passages"})
         prompt = rag_prompt(1, 2)
         engine.generate(prompt)
         engine.generate(prompt, recompute=RecomputeConfig(ratio=1.0))

@@ -29,16 +29,16 @@ def test_what_chunks_are_computed_behind_is_measured_on_the_same_questions(make_
     with maker(engine) as made:
         curve = made.behind(64)
         assert curve is not None
-        assert [curve.label(point.x) for point in curve.points] == ["none", "chat_head", "prefix", "passages"]
+        assert [curve.label(point.x) for point in curve.points] == list(BEHIND)
         assert "ratio 0.15, offset 0.5" in curve.title
         divergences, changes = dict(curve.values("kl")), dict(curve.values("kl_change"))
-        assert list(changes) == [0, 1, 2]  # compared with 3, passages, which is the engine's
+        assert list(changes) == [0, 1, 2, 3]  # compared with 4, neighbours, which is the engine's
         for x, change in changes.items():
-            assert change.value == pytest.approx(divergences[x].value - divergences[3].value)
-        assert divergences[0].value != divergences[3].value
+            assert change.value == pytest.approx(divergences[x].value - divergences[4].value)
+        assert len({point.value for point in divergences.values()}) == 5
         by_hand = {behind: made.ratio(64, behind=behind) for behind in BEHIND}
         own = made.ratio(64).values("kl")
-        assert by_hand["passages"].values("kl") == own
+        assert by_hand["neighbours"].values("kl") == own
         assert by_hand["none"].values("kl")[0] != own[0]
     assert not engine.is_closed
 

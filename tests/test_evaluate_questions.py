@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cachecraft_rag.evaluate import load_questions
+from cachecraft_rag.evaluate import load_corpus, load_questions
 from cachecraft_rag.prompt import PromptEncoder
 from tests.conftest import passage
 from tests.tiny_tokenizers import byte_level, metaspace
@@ -50,6 +50,19 @@ def test_every_document_is_a_chunk_with_its_title(tmp_path: Path, prompts: Promp
     prompt = question.prompt("Be brief.")
     assert (prompt.system, prompt.chunks) == ("Be brief.", question.chunks)
     assert "What is 7?" in prompt.question
+
+
+def test_the_corpus_is_every_passage_once_and_every_chunk_of_documents_that_are_cut(
+    tmp_path: Path, prompts: PromptEncoder
+) -> None:
+    passages = load_corpus(write(tmp_path / "qa.jsonl", row(7), row(8)), prompts)
+    assert sorted(passages) == ["Title 7\nText 7.", "Title 8\nText 8.", "Untitled."]
+    path = contract(tmp_path / "cut.jsonl", passage(1, 20), (0, 10))
+    chunks = load_corpus(path, prompts, chunk_tokens=CHUNK_TOKENS)
+    (question,) = load_questions(path, prompts, chunk_tokens=CHUNK_TOKENS, num_chunks=4)
+    assert len(chunks) > 4
+    assert set(question.chunks) < set(chunks)
+    assert "".join(chunks).replace(" ", "") in passage(1, 20).replace(" ", "")  # in order, but for the rest at the end
 
 
 def test_documents_without_text_are_those_of_the_file_beside(tmp_path: Path, prompts: PromptEncoder) -> None:

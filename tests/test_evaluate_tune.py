@@ -41,7 +41,7 @@ def test_everything_that_is_recommended_is_in_the_settings_and_the_rest_stays(
 ) -> None:
     store = StoreConfig.model_validate({"disk": {"path": str(tmp_path / "kv")}})
     base = EngineConfig(namespace="legal", recompute=RecomputeConfig(preset="fast", max_ratio=0.4), store=store)
-    with maker(make_engine()) as made:
+    with maker(make_engine(encode={"behind": "passages"})) as made:
         tuning = tune(made, base, 100.0)
     values = {item.field: item.value for item in tuning.recommendations}
     assert list(values) == [
@@ -80,15 +80,15 @@ def test_with_a_calibration_targets_are_tried_too(make_engine: EngineMaker, tmp_
     assert [point.x for point in curve.points] == [0.1, 0.2, 0.4]
     computed = [charged.value for _, charged in curve.values("charged")]
     assert computed == sorted(computed, reverse=True)
-    same = Settled(engine, extent, "passages", 0.5)
+    same = Settled(engine, extent, "neighbours", 0.5)
     tuning = tune(same, engine.config, 5.0)
     assert [curve.name for curve in tuning.curves][:5] == ["chunk_size", "behind", "offset", "ratio", "target"]
     assert tuning.config.recompute.ratio == 0.0  # nothing computes less than that
     only_all = replace(extent, ratios=(1.0,))
-    tuning = tune(Settled(engine, only_all, "passages", 0.5), engine.config, 5.0)
+    tuning = tune(Settled(engine, only_all, "neighbours", 0.5), engine.config, 5.0)
     assert tuning.config.recompute.target == 10.0  # the largest that was tried; less than full prefill is computed
     assert tuning.config.calibration == path
-    changes: tuple[tuple[Behind, float], ...] = (("prefix", 0.5), ("passages", 0.0))
+    changes: tuple[tuple[Behind, float], ...] = (("prefix", 0.5), ("neighbours", 0.0))
     for behind, offset in changes:  # what it was not measured with
         with Settled(engine, only_all, behind, offset) as other:
             tuning = tune(other, engine.config, 5.0)
@@ -112,13 +112,13 @@ def test_what_is_surely_closer_is_in_the_settings_and_in_force_for_the_ratio(
     ratios = next(curve for curve in tuning.curves if curve.name == "ratio")
     assert ratios.values("kl") == expected.values("kl") != own.values("kl")
     texts = {item.field: item.texts[1:3] for item in tuning.recommendations}
-    assert texts["encode.behind"] == ("passages", "none")
+    assert texts["encode.behind"] == ("neighbours", "none")
     assert texts["recompute.offset"] == ("0.5", "0")
     paths = tuning.write(tmp_path / "out", "Title")
     config = EngineConfig.from_file(paths[0])
     assert (config.encode.behind, config.recompute.offset) == ("none", 0.0)
     assert {"behind.png", "offset.png"} <= {path.name for path in paths}
-    assert "| encode.behind | passages | none | divergence 0.0100" in paths[2].read_text(encoding="utf-8")
+    assert "| encode.behind | neighbours | none | divergence 0.0100" in paths[2].read_text(encoding="utf-8")
 
 
 def test_a_divergence_that_is_not_above_0_is_refused(make_engine: EngineMaker) -> None:

@@ -162,10 +162,10 @@ def test_a_chunk_in_whose_measurement_the_weights_changed_stays_unmeasured(
     weight = engine.model.get_input_embeddings().weight
     num_calls = 0
 
-    def changing(encoder: ChunkEncoder, chunk_kv: ChunkKV) -> ChunkKV:
+    def changing(encoder: ChunkEncoder, *arguments: Any) -> ChunkKV:
         nonlocal num_calls
         num_calls += 1
-        measured = measure(encoder, chunk_kv)
+        measured = measure(encoder, *arguments)
         with torch.no_grad():
             weight.mul_(1.01)
         return measured

@@ -66,7 +66,7 @@ def evaluate(
     from cachecraft_rag.evaluate.curve_report import write_curves
     from cachecraft_rag.evaluate.curves import FULL_EXTENT, QUICK_EXTENT, CurveMaker, context_tokens
     from cachecraft_rag.evaluate.quality_curves import BEHIND
-    from cachecraft_rag.evaluate.questions import INSTRUCTION, load_questions, load_sources
+    from cachecraft_rag.evaluate.questions import INSTRUCTION, load_corpus, load_questions, load_sources
     from cachecraft_rag.evaluate.report import as_rich, write_report
     from cachecraft_rag.evaluate.run import Evaluator, Outcome, variants
 
@@ -88,6 +88,8 @@ def evaluate(
                     f"--chunk-tokens: {chunk_tokens} does not fit into {left} tokens, which the context window leaves "
                     "for all chunks of a prompt together; give less, or leave out --figures"
                 )
+            corpus = load_corpus(questions, engine.prompts, chunk_tokens=chunk_tokens)
+            engine.library.introduce(corpus, engine.config.namespace)  # an application has all its documents stored
             system = INSTRUCTION if instruction is None else instruction
             progress = Progress(*_COLUMNS, console=Console(stderr=True), transient=True)
             with Evaluator(engine, instruction=system, max_new_tokens=max_new_tokens) as evaluator, progress:

@@ -11,7 +11,7 @@ from cachecraft_rag.evaluate.bootstrap import (
 )
 from cachecraft_rag.evaluate.charge import Charge, charge_for, plan_of
 from cachecraft_rag.evaluate.metrics import exact_match, normalise, rouge_l, token_f1
-from cachecraft_rag.evaluate.questions import Question, load_questions
+from cachecraft_rag.evaluate.questions import Question, load_corpus, load_questions
 from cachecraft_rag.evaluate.report import as_markdown, write_report
 from cachecraft_rag.evaluate.run import Evaluator, Outcome, Variant, variants
 from cachecraft_rag.evaluate.summary import Rivalry, Summary, against_published, summarise
@@ -43,6 +43,7 @@ __all__ = [
     "charge_for",
     "exact_match",
     "kl_divergence",
+    "load_corpus",
     "load_questions",
     "normalise",
     "paired_difference",

@@ -123,7 +123,7 @@ def _planner(
             raise RuntimeError(
                 f"{num_missing} of {len(chunks)} chunks are not stored; warm them, and give the store more room"
             )
-        head = engine.library.find_head(request.encoded, keys)
+        head = engine.library.heads.find(request.encoded, keys)
         return plan_request(request.encoded, chunks, recompute.ratio, head)
 
     return plan_with

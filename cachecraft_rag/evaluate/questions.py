@@ -135,6 +135,28 @@ def load_questions(
     return questions
 
 
+def load_corpus(path: str | Path, prompts: PromptEncoder, *, chunk_tokens: int = 512) -> list[str]:
+    """What a retriever would choose from: all passages of a file, and all chunks of the documents that are cut.
+
+    Args:
+        path: The JSONL file, as for ``load_questions``.
+        prompts: The engine's tokenizer.
+        chunk_tokens: Length of the chunks that documents are cut into.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A line is not as described; file, line and field are named.
+    """
+    path = Path(path)
+    documents, cutter = _documents(path), _Cutter(prompts, chunk_tokens, 1, 0)
+    texts: dict[str, None] = {}
+    for row in _drawn(path, 0):
+        found = _found(row, documents)
+        parts = cutter.all_chunks(_only(row, found)) if "spans" in row.fields else map(_chunk_text, found)
+        texts.update(dict.fromkeys(parts))
+    return list(texts)
+
+
 @dataclass(frozen=True)
 class _Row:
     """A line of a file, which its errors name."""
@@ -186,10 +208,7 @@ class _Cutter:
     def chunks(self, row: _Row, documents: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
         """Chunks of the question's document, those with its answers among them; ``None`` if that can't be had."""
         text = _only(row, documents)
-        answers = row.spans(len(text))
-        if text not in self._cut:
-            self._cut[text] = self._bounds(text)
-        bounds = self._cut[text]
+        answers, bounds = row.spans(len(text)), self._known_bounds(text)
         if len(bounds) < self._num_chunks:
             return None
         taken: set[int] = set()
@@ -206,6 +225,15 @@ class _Cutter:
         chosen = [*taken, *draw.sample(others, self._num_chunks - len(taken))]
         draw.shuffle(chosen)
         return tuple(text[bounds[number][0] : bounds[number][1]].strip() for number in chosen)
+
+    def all_chunks(self, text: str) -> list[str]:
+        """All chunks of a document."""
+        return [text[start:end].strip() for start, end in self._known_bounds(text)]
+
+    def _known_bounds(self, text: str) -> list[tuple[int, int]]:
+        if text not in self._cut:
+            self._cut[text] = self._bounds(text)
+        return self._cut[text]
 
     def _bounds(self, text: str) -> list[tuple[int, int]]:
         """Character ranges of whole chunks; the rest behind the last one is left out."""

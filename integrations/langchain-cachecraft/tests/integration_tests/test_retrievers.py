@@ -64,8 +64,13 @@ def test_documents_are_invalidated_by_what_their_metadata_call_them(engine: Cach
     llm = kind(engine=engine, auto_register=False, max_tokens=2)
     documents = CacheCraftRetriever(retriever=store_retriever(), llm=llm, k=6).invoke("ends")
     llm.invoke("\n\n".join(document.page_content for document in documents))
-    assert engine.invalidate(document_ids=["1.pdf"]) == 3
-    assert engine.invalidate() == 3
+    names = ("0.pdf", "1.pdf")
+    texts = {name: [one.page_content for one in documents if one.metadata["source"] == name] for name in names}
+    assert [sum(engine.is_stored(texts[name])) for name in names] == [3, 3]
+    assert engine.invalidate(document_ids=["1.pdf"]) >= 3  # with what was computed behind its chunks
+    assert not any(engine.is_stored(texts["1.pdf"]))
+    assert engine.register(texts["0.pdf"]) == 0
+    assert engine.register(texts["1.pdf"]) == 3
 
 
 def test_without_a_key_documents_have_no_name(chat: ChatCacheCraft, engine: CacheCraftEngine) -> None:

@@ -42,7 +42,8 @@ def test_chunks_are_registered_with_the_document_they_are_of(engine: CacheCraftE
     handler.on_retriever_end([early, other], run_id=uuid4())
     handler.feed.subscribe(engine, "a")
     handler.on_retriever_end([late, Document(passage(4))], run_id=uuid4())
-    engine.warm([passage(number) for number in range(1, 5)], namespace="a")
+    for number in (3, 4, 1, 2):  # one by one: the others are not computed behind those of the lease
+        engine.warm([passage(number)], namespace="a")
     assert engine.invalidate(namespace="a", document_ids=["lease.pdf"]) == 2
     assert engine.register([passage(number) for number in range(1, 5)], "a") == 2
 
