@@ -23,16 +23,16 @@ from cachecraft_rag.keys import ChunkKey
 from cachecraft_rag.request_chunk import RequestChunk
 from cachecraft_rag.store import ChunkStore
 
-#: Chunks that are compared, over all namespaces; those used last. 16 MB, and 10 ms for each that is looked for.
-MAX_CHUNKS = 8192
-#: Cosine above which two chunks are taken for forms of one text: a prompt has one of them.
+#: Chunks that are remembered, over all namespaces; those used last. With 512 tokens each they take 16 MB.
+MAX_CHUNKS = 4096
+#: Cosine from which two chunks are taken for the same, or forms of one text: a prompt has one of them.
 SAME_TEXT = 0.9
 
 
 class _Counted(NamedTuple):
-    token_ids: tuple[int, ...]
-    terms: npt.NDArray[np.int64]  # the distinct ids
-    weights: npt.NDArray[np.float64]  # 1 + log of how often each occurs
+    token_ids: npt.NDArray[np.int32]
+    terms: npt.NDArray[np.int32]  # the distinct ids
+    weights: npt.NDArray[np.float32]  # 1 + log of how often each occurs
 
 
 class Neighbours:
@@ -86,22 +86,20 @@ class Neighbours:
             num_tokens: How many tokens they are to hold together, no more than half of them counted of one. Fewer where
                 no others share a token with it.
         """
-        own = tuple(token_ids)
         with self._lock:
             known = [(name[2], one) for name, one in self._known.items() if name[:2] == (namespace, model)]
-        others = [(chunk, one) for chunk, one in known if one.token_ids != own]
-        if not others or not own:
+        if not known or not token_ids:
             return {}
-        likeness = _cosines(_counted(own), [one for _, one in others])
+        likeness = _cosines(_counted(token_ids), [one for _, one in known])
         alike = np.flatnonzero((likeness > 0.0) & (likeness < SAME_TEXT))
         found: dict[str, tuple[int, ...]] = {}
         missing = num_tokens
         for index in alike[np.argsort(-likeness[alike], kind="stable")]:
             if missing <= 0:
                 break
-            chunk, (ids, *_) = others[index]
-            found[chunk] = ids
-            missing -= min(len(ids), num_tokens // 2)
+            chunk, (ids, *_) = known[index]
+            found[chunk] = tuple(ids.tolist())
+            missing -= min(ids.size, num_tokens // 2)
         return found
 
     def note(self, key: ChunkKey, neighbours: Iterable[str]) -> None:
@@ -121,7 +119,7 @@ class Neighbours:
             How many entries were dropped.
         """
         with self._lock:
-            own = [(name, one.token_ids) for name, one in self._known.items() if name[0] == namespace]
+            own = [(name, one.token_ids.tobytes()) for name, one in self._known.items() if name[0] == namespace]
             gone = {token_ids for name, token_ids in own if name[2] in chunks}
             for name, token_ids in own:
                 if token_ids in gone:
@@ -142,8 +140,9 @@ class Neighbours:
 
 
 def _counted(token_ids: Sequence[int]) -> _Counted:
-    terms, counts = np.unique(np.asarray(token_ids, dtype=np.int64), return_counts=True)
-    return _Counted(tuple(token_ids), terms, 1.0 + np.log(counts))
+    ids = np.asarray(token_ids, dtype=np.int32)
+    terms, counts = np.unique(ids, return_counts=True)
+    return _Counted(ids, terms, (1.0 + np.log(counts)).astype(np.float32))
 
 
 def _cosines(own: _Counted, others: Sequence[_Counted]) -> npt.NDArray[np.float64]:
