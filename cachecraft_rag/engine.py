@@ -226,7 +226,7 @@ class CacheCraftEngine:
         """Compute and store the KV of chunks ahead of time, and look for their texts in later prompts.
 
         Args:
-            texts: Chunk texts.
+            texts: Chunk texts; best all of an application, as they are computed behind those that are most like them.
             show_progress: Whether to show a progress bar.
             namespace: Whose chunks these are; ``None`` takes the engine's.
             document_id: The document they were cut from, for ``invalidate``.
@@ -285,7 +285,7 @@ class CacheCraftEngine:
         *,
         document_ids: Iterable[str] | None = None,
     ) -> int:
-        """Forget chunks and drop their KV from every tier, computed behind whatever.
+        """Forget chunks and drop their KV from every tier, computed behind whatever, and what was computed behind them.
 
         Args:
             texts: Chunk texts. Without texts and documents, everything in the namespace goes.

@@ -57,6 +57,7 @@ def test_the_corpus_is_every_passage_once_and_every_chunk_of_documents_that_are_
 ) -> None:
     passages = load_corpus(write(tmp_path / "qa.jsonl", row(7), row(8)), prompts)
     assert sorted(passages) == ["Title 7\nText 7.", "Title 8\nText 8.", "Untitled."]
+    assert len(load_corpus(tmp_path / "qa.jsonl", prompts, limit=2)) == 2
     path = contract(tmp_path / "cut.jsonl", passage(1, 20), (0, 10))
     chunks = load_corpus(path, prompts, chunk_tokens=CHUNK_TOKENS)
     (question,) = load_questions(path, prompts, chunk_tokens=CHUNK_TOKENS, num_chunks=4)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cachecraft_rag.evaluate.text_file import read_text
+from cachecraft_rag.neighbours import MAX_CHUNKS
 from cachecraft_rag.prompt import PromptEncoder, RagPrompt
 
 INSTRUCTION = "Answer the question using only the passages. Reply with one complete sentence."
@@ -135,13 +136,16 @@ def load_questions(
     return questions
 
 
-def load_corpus(path: str | Path, prompts: PromptEncoder, *, chunk_tokens: int = 512) -> list[str]:
+def load_corpus(
+    path: str | Path, prompts: PromptEncoder, *, chunk_tokens: int = 512, limit: int = MAX_CHUNKS
+) -> list[str]:
     """What a retriever would choose from: all passages of a file, and all chunks of the documents that are cut.
 
     Args:
         path: The JSONL file, as for ``load_questions``.
         prompts: The engine's tokenizer.
         chunk_tokens: Length of the chunks that documents are cut into.
+        limit: Most texts; by default as many as chunks are compared with, to be computed behind those most like them.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -154,7 +158,9 @@ def load_corpus(path: str | Path, prompts: PromptEncoder, *, chunk_tokens: int =
         found = _found(row, documents)
         parts = cutter.all_chunks(_only(row, found)) if "spans" in row.fields else map(_chunk_text, found)
         texts.update(dict.fromkeys(parts))
-    return list(texts)
+        if len(texts) >= limit:
+            break
+    return list(texts)[:limit]
 
 
 @dataclass(frozen=True)
