@@ -25,7 +25,7 @@ from cachecraft_rag.store import ChunkStore
 
 #: Chunks that are remembered, over all namespaces; those used last. With 512 tokens each they take 16 MB.
 MAX_CHUNKS = 4096
-#: Cosine from which two chunks are taken for the same, or forms of one text: a prompt has one of them.
+#: Cosine from which two chunks are taken for forms of one text: a prompt has one of them.
 SAME_TEXT = 0.9
 
 
@@ -86,11 +86,13 @@ class Neighbours:
             num_tokens: How many tokens they are to hold together, no more than half of them counted of one. Fewer where
                 no others share a token with it.
         """
+        own = _counted(token_ids)
         with self._lock:
             known = [(name[2], one) for name, one in self._known.items() if name[:2] == (namespace, model)]
+        known = [(chunk, one) for chunk, one in known if not np.array_equal(one.token_ids, own.token_ids)]
         if not known or not token_ids:
             return {}
-        likeness = _cosines(_counted(token_ids), [one for _, one in known])
+        likeness = _cosines(own, [one for _, one in known])
         alike = np.flatnonzero((likeness > 0.0) & (likeness < SAME_TEXT))
         found: dict[str, tuple[int, ...]] = {}
         missing = num_tokens
